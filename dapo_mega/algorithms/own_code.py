@@ -94,5 +94,5 @@ def _load_module(place: str, *, before_others: bool) -> ModuleType:
         return module
     except MisuseError:
         raise
-    except BaseException as error:  # SystemExit too: a script without a guard.
+    except (Exception, SystemExit) as error:  # SystemExit: a script without a guard.
         raise MisuseError(f"it cannot be imported: {described(error, place)}") from error

@@ -14,10 +14,10 @@ from dapo_mega.cli import EXIT_INPUT_ERROR, before_leaving, forget_before_leavin
 from dapo_mega.config import TrainingConfig
 from dapo_mega.errors import InputError, StopRequested
 from dapo_mega.metrics.trackers import missing_packages
+from dapo_mega.training.model_trainer import ModelTrainer
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.run_lock import RunLock
 from dapo_mega.training.run_status import RunStatus
-from dapo_mega.training.trainer import ModelTrainer
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def require_trackers(config: TrainingConfig) -> None:
         raise InputError(sentence)
 
 
-def find_checkpoint(trainer: ModelTrainer) -> Path | None:
+def find_checkpoint(trainer: ModelTrainer[Any]) -> Path | None:
     """The newest intact checkpoint; warns of every newer one that is damaged. Needs the folder's lock.
 
     Raises InputError where the run has completed checkpoints of which none is intact: its records would be lost."""
@@ -102,7 +102,7 @@ class Saving:
     """What a run saves, and where: the trainer's models, and the loop's `state`."""
 
     config: TrainingConfig
-    trainer: ModelTrainer
+    trainer: ModelTrainer[Any]
     state: Callable[[], LoopState]
 
     def after_step(self, step: int) -> None:

@@ -12,14 +12,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dapo_mega.batching.samples import flatten, single_turn
+from dapo_mega.batching.step import PlannedSamples
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.cli import is_rank_zero, print_once
 from dapo_mega.config import SftConfig
 from dapo_mega.data import Demonstration, PromptCursor, load_demonstrations, load_tokenizer
 from dapo_mega.data.preview import preview_run
+from dapo_mega.distributed.commands import Own, command
 from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import StopRequested, at_step
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import ProgressDisplay
 from dapo_mega.planning.plan import describe_fine_tuning
@@ -34,11 +39,12 @@ from dapo_mega.training.lifecycle import (
     require_trackers,
     watched,
 )
+from dapo_mega.training.model_trainer import Facts, ModelTrainer
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_records import dataset_cards, open_writer, write_run_record
 from dapo_mega.training.run_status import RunStatus
-from dapo_mega.training.trainer import FineTuner
+from dapo_mega.types import TokenIds
 
 _COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
 
@@ -107,6 +113,43 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
         f"finished {config.num_steps} steps, loss {first:.4f} -> {last:.4f}{model}; "
         f"metrics for TensorBoard: {folder / 'tensorboard'}"
     )
+
+
+class FineTuner(ModelTrainer[SftConfig]):
+    """Trains a policy on demonstrations."""
+
+    def build(self) -> None:
+        """Load the model. Raises InputError for one that cannot be trained here."""
+        self.facts = self._build()
+
+    @command
+    def _build(self) -> Facts:
+        config = self._config
+        self.policy = MegatronPolicy(
+            config.model,
+            config.parallel,
+            config.optimizer,
+            self.processes,
+            temperature=1.0,
+            updates_per_step=1,
+            num_steps=config.num_steps,
+            compute=config.compute,
+        )
+        return self._facts()
+
+    def fine_tune(self, demonstrations: Sequence[tuple[TokenIds, TokenIds]], step: int) -> dict[str, float]:
+        """The update of this step on prompts and responses; its metrics."""
+        samples = flatten([single_turn(prompt, response) for prompt, response in demonstrations])
+        return self._fine_tune(Own(self._planned(samples, token_budget=self._config.tokens_per_microbatch)), step)
+
+    @command
+    def _fine_tune(self, samples: Own[PlannedSamples], step: int) -> dict[str, float]:
+        batch = self.policy.receive(
+            samples.value, aggregation="token_mean", max_response_tokens=self._config.data.max_tokens
+        )
+        metrics = self.policy.update([TokenBatch(micro) for micro in batch.mini_batches[0]], SupervisedLoss())
+        self.step = step
+        return metrics
 
 
 class _Tuning:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,22 +21,19 @@ from dapo_mega.algorithms.advantages import GaeAdvantage
 from dapo_mega.algorithms.policy_losses import ClipCovLoss, KlCovLoss
 from dapo_mega.algorithms.ratios import kl_estimate, mean_over
 from dapo_mega.batching.microbatch import MicroBatch
-from dapo_mega.batching.plan import PackingLayout, PackingStats
+from dapo_mega.batching.plan import PackingStats
 from dapo_mega.batching.samples import FlatSamples, flatten, single_turn
-from dapo_mega.batching.step import PlannedSamples, StepBatch, plan_samples
-from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
-from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-from dapo_mega.config import RunConfig, SftConfig, TrainingConfig
-from dapo_mega.distributed.commands import Commanded, Commander, Own, command, gathered
+from dapo_mega.batching.step import PlannedSamples
+from dapo_mega.config import RunConfig
+from dapo_mega.distributed.commands import Commander, Own, command, gathered
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import split
-from dapo_mega.engines.sglang.weight_protocol import PlannedBucket
 from dapo_mega.errors import StopRequested
 from dapo_mega.megatron.covariance import choose_tokens
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, TokenScores
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch
-from dapo_mega.megatron.objectives import PolicyGradient, SupervisedLoss, TokenBatch, needs_whole_trajectories
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, needs_whole_trajectories
 from dapo_mega.megatron.token_advantages import (
     advantages_from_values,
     normalized,
@@ -50,157 +46,15 @@ from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.metrics import Histogram
 from dapo_mega.samples.token_values import TokenRuns, runs_of
 from dapo_mega.training.histograms import StepCounts
+from dapo_mega.training.model_trainer import Facts, ModelTrainer
 from dapo_mega.types import Answer, GenerationRequest, LogProbs, TokenIds
 from dapo_mega.weight_sync.broadcast import BroadcastSender
-from dapo_mega.weight_sync.shared_memory import SharedMemorySender
-from dapo_mega.weight_sync.update import SenderPlaces, Sent, SharedBucket, Update, WeightSender
+from dapo_mega.weight_sync.sending import WeightCommands
+from dapo_mega.weight_sync.update import SenderPlaces
 
 T = TypeVar("T")
 Metrics = dict[str, float]
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the process that commands has to know of the processes and models."""
-
-    world_size: int
-    packing_layout: PackingLayout
-    has_critic: bool
-
-
-class ModelTrainer(Commanded):
-    """What training by RL and fine-tuning have in common: a policy that is built, loaded, given a batch, saved and
-    exported.
-
-    In each process `step` is the last completed step. The process that commands has `facts`, once models are built, and
-    `saved_step`, which was saved or loaded last; it has models only if it is one of the trainer's.
-    """
-
-    facts: Facts
-    policy: MegatronPolicy
-    critic: ValueModel | None = None
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        processes: Processes | None,
-        began: Callable[[], None] = lambda: None,
-        elsewhere: Commander | None = None,
-    ) -> None:
-        """`began` is called in every process when training begins. A process outside of the trainer commands
-        `elsewhere`, and has no `processes`."""
-        super().__init__(processes.control if processes else None, elsewhere)
-        self._processes = processes
-        self.store = CheckpointStore.of_run(config.output_dir, config.checkpoint)
-        self.step = 0
-        self.saved_step: int | None = None
-        self._began = began
-        self._batch: StepBatch
-
-    @property
-    def processes(self) -> Processes:
-        assert self._processes
-        return self._processes
-
-    @command
-    def begin(self) -> None:
-        """From now on there is something to save when the run is to stop."""
-        self._began()
-
-    def newest_checkpoint(self) -> tuple[Path | None, list[str]]:
-        """The newest intact checkpoint, and a sentence for each newer one that is damaged. Removes the partial ones of
-        killed runs, so the run's folder must be locked."""
-        self.store.discard_partials()
-        return self._newest_checkpoint()
-
-    @command
-    def _newest_checkpoint(self) -> tuple[Path | None, list[str]]:
-        return self.store.newest_intact(self.processes)
-
-    def load(self, path: Path) -> LoopState:
-        """Continue from a checkpoint; returns the state of the loop. Raises InputError for one of another model."""
-        state = self._load(path)
-        self.step = self.saved_step = state.step
-        return state
-
-    @command
-    def _load(self, path: Path) -> LoopState:
-        state = self.store.load(self.policy, path, self.critic)
-        self.step = state.step
-        return state
-
-    def save(self, step: int, state: LoopState) -> None:
-        """Write the checkpoint of a step; see `CheckpointStore.save`."""
-        self._save(step, Own(state))
-        self.saved_step = step
-
-    @command
-    def _save(self, step: int, state: Own[LoopState]) -> None:
-        self.store.save(self.policy, state.value, step, self.critic)
-
-    @command
-    def finish_saving(self, *, wait: bool = True) -> None:
-        """Complete the pending checkpoint, if any; without `wait` only if its files are written."""
-        self.store.finish(self.policy, wait=wait)
-
-    @command
-    def export(self, folder: Path, *, critic: bool = False) -> None:
-        """Write the policy, or the critic, as a Hugging Face checkpoint. Raises InputError if writing fails."""
-        model = self.critic if critic else self.policy
-        assert model
-        save_hf_checkpoint(model, folder)
-
-    def _planned(self, samples: FlatSamples, **settings: Any) -> PlannedSamples:
-        return plan_samples(samples, self.facts.packing_layout, **settings)
-
-    def _facts(self) -> Facts:
-        return Facts(self.processes.world_size, self.policy.packing_layout, self.critic is not None)
-
-    @property
-    def _micro_batches(self) -> list[MicroBatch]:
-        return [micro for mini_batch in self._batch.mini_batches for micro in mini_batch]
-
-
-class FineTuner(ModelTrainer):
-    """Trains a policy on demonstrations."""
-
-    def __init__(self, config: SftConfig, processes: Processes, began: Callable[[], None] = lambda: None) -> None:
-        super().__init__(config, processes, began)
-        self._config = config
-
-    def build(self) -> None:
-        """Load the model. Raises InputError for one that cannot be trained here."""
-        self.facts = self._build()
-
-    @command
-    def _build(self) -> Facts:
-        config = self._config
-        self.policy = MegatronPolicy(
-            config.model,
-            config.parallel,
-            config.optimizer,
-            self.processes,
-            temperature=1.0,
-            updates_per_step=1,
-            num_steps=config.num_steps,
-            compute=config.compute,
-        )
-        return self._facts()
-
-    def fine_tune(self, demonstrations: Sequence[tuple[TokenIds, TokenIds]], step: int) -> Metrics:
-        """The update of this step on prompts and responses; its metrics."""
-        samples = flatten([single_turn(prompt, response) for prompt, response in demonstrations])
-        return self._fine_tune(Own(self._planned(samples, token_budget=self._config.tokens_per_microbatch)), step)
-
-    @command
-    def _fine_tune(self, samples: Own[PlannedSamples], step: int) -> Metrics:
-        batch = self.policy.receive(
-            samples.value, aggregation="token_mean", max_response_tokens=self._config.data.max_tokens
-        )
-        metrics = self.policy.update([TokenBatch(micro) for micro in batch.mini_batches[0]], SupervisedLoss())
-        self.step = step
-        return metrics
 
 
 @dataclass(frozen=True)
@@ -255,12 +109,11 @@ class _Trace:
     updated: dict[int, tuple[MicroBatch, Tensor]] = field(default_factory=dict)
 
 
-class Trainer(ModelTrainer):
+class Trainer(ModelTrainer[RunConfig], WeightCommands):
     """Trains a policy by RL, with the reference of a KL penalty and the critic of PPO where the method has them. Where
     engines are embedded, each replica's leader has one."""
 
     reference: ScoringModel | None = None
-    sender: WeightSender | None = None
 
     def __init__(
         self,
@@ -272,7 +125,6 @@ class Trainer(ModelTrainer):
     ) -> None:
         """`check_stop` is called while embedded engines generate, and may raise StopRequested."""
         super().__init__(config, processes, began, elsewhere)
-        self._config = config
         self._check_stop = check_stop
         self.engine: EmbeddedEngine | None = None
         self.weight_version = -1
@@ -310,29 +162,6 @@ class Trainer(ModelTrainer):
 
         self.sender = make_sender(self._config, self.processes)
         return self.sender.places if isinstance(self.sender, BroadcastSender) else None
-
-    @command
-    def weight_plan(self, *, have_plugin: bool) -> list[list[PlannedBucket]]:
-        """See `SendingTrainer`."""
-        assert isinstance(self.sender, BroadcastSender)
-        return self.sender.plan(self.policy, have_plugin=have_plugin)
-
-    @command
-    def send_weights(self, update: Update, forgotten: Sequence[str]) -> Sent:
-        """See `SendingTrainer`."""
-        assert isinstance(self.sender, BroadcastSender)
-        self.sender.forget(forgotten)
-        return self.sender.send(self.policy, update)
-
-    def share_weights(self, update: Update | None) -> SharedBucket | None:
-        """See `SendingTrainer`."""
-        found = self._share_weights(update)
-        return next((bucket for bucket in found if bucket and bucket.handles), found[0])
-
-    @gathered
-    def _share_weights(self, update: Update | None) -> SharedBucket | None:
-        assert isinstance(self.sender, SharedMemorySender)
-        return self.sender.share(self.policy, update)
 
     def load_engines(self, version: int) -> None:
         """Give the weights to the embedded engines."""

@@ -15,7 +15,6 @@ machine's cores.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import os
@@ -24,22 +23,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from pushing import Pushing
+from pushing import IdleEngines, Pushing
 from receiving_engine import CPU, PORT, TIMEOUT_S, ReceivingEngine, cpu_s, value_of
 
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.distributed.stores import connect_store, local_address, open_store
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
-from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.engines.sglang.weight_protocol import PlanFormat, PlannedBucket, UpdatePlan, group_with
 from dapo_mega.errors import InputError
@@ -210,42 +207,6 @@ class _Policy:
             )
 
 
-class _Fleet:
-    """The first engines of a list, which are idle."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._thread = LoopThread("engines")
-        self._clients = {url: EngineClient(url, "", TIMEOUT_S) for url in urls}
-        self._joined: set[str] = set()
-        self.num_engines = 0
-
-    def targets(self, only_outdated: bool) -> list[SyncTarget]:
-        urls = list(self._clients)[: self.num_engines]
-        return [SyncTarget(url, 1, has_plugin=True, is_outdated=url not in self._joined) for url in urls]
-
-    def start_call(
-        self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
-    ) -> Future[dict[str, T | EngineError]]:
-        async def call() -> dict[str, T | EngineError]:
-            results = await asyncio.gather(*(method(self._clients[target.url]) for target in targets))
-            return {target.url: result for target, result in zip(targets, results, strict=True)}
-
-        return self._thread.start(call())
-
-    def pause_generation(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
-        return list(targets)
-
-    def resume_generation(self, targets: Sequence[SyncTarget]) -> None: ...
-
-    def synced(self, url: str, version: int) -> None:
-        self._joined.add(url)
-
-    def failed(self, url: str, reason: str) -> None:
-        raise EngineError(url, reason)
-
-    disagrees = failed
-
-
 def _send(options: argparse.Namespace) -> None:
     """One process of the trainer."""
     torch.set_num_threads(1)
@@ -253,7 +214,7 @@ def _send(options: argparse.Namespace) -> None:
     store = open_store(options.store, _START_S, port=PORT) if options.rank == 0 else _connected(options.store, _START_S)
     dist.init_process_group("gloo", store=store, rank=options.rank, world_size=math.prod(sizes.values()))
     processes = _processes(options.rank, sizes)
-    fleet = _Fleet(options.urls) if options.rank == 0 else None
+    fleet = IdleEngines(options.urls, TIMEOUT_S) if options.rank == 0 else None
     if fleet:
         _wait_for_engines(fleet)
     config = WeightSyncConfig(timeout_s=TIMEOUT_S)
@@ -328,7 +289,7 @@ def _sent_bytes(processes: Processes) -> torch.Tensor:
     return sent
 
 
-def _busy_s(fleet: _Fleet | None, processes: Processes) -> float:
+def _busy_s(fleet: IdleEngines | None, processes: Processes) -> float:
     """CPU seconds of all senders and engines, on every process."""
     seconds = torch.tensor(cpu_s(), dtype=torch.float64)
     if fleet:
@@ -338,7 +299,7 @@ def _busy_s(fleet: _Fleet | None, processes: Processes) -> float:
     return float(seconds)
 
 
-def _wait_for_engines(fleet: _Fleet) -> None:
+def _wait_for_engines(fleet: IdleEngines) -> None:
     deadline = time.monotonic() + _START_S
     while True:
         try:
@@ -350,7 +311,7 @@ def _wait_for_engines(fleet: _Fleet) -> None:
             time.sleep(0.1)
 
 
-def _ask(fleet: _Fleet, path: str, body: Mapping[str, Any], num_engines: int) -> list[Any]:
+def _ask(fleet: IdleEngines, path: str, body: Mapping[str, Any], num_engines: int) -> list[Any]:
     async def ask(client: EngineClient) -> Any:
         return json.loads(await client._request("POST", path, dict(body), TIMEOUT_S))
 
@@ -358,7 +319,7 @@ def _ask(fleet: _Fleet, path: str, body: Mapping[str, Any], num_engines: int) ->
     return list(fleet.start_call(targets, ask, TIMEOUT_S).result().values())
 
 
-def _one_group(fleet: _Fleet | None, policy: _Policy, options: argparse.Namespace, num_engines: int) -> float:
+def _one_group(fleet: IdleEngines | None, policy: _Policy, options: argparse.Namespace, num_engines: int) -> float:
     """Seconds of broadcasting the weights from rank 0 to all engines in one group, in chunks of a bucket."""
     if not fleet:
         return 0.0

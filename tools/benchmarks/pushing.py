@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dapo_mega.distributed.commands import Commanded, command, gathered
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.engines.sglang.weight_protocol import PlannedBucket
+from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
+from dapo_mega.engines.sglang.event_loop import LoopThread
+from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.types import LogProbs, TokenIds
 from dapo_mega.weight_sync.agreement import Agreement
 from dapo_mega.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from dapo_mega.weight_sync.disk import DiskTransport
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
-from dapo_mega.weight_sync.shared_memory import SharedMemorySender, SharedMemoryTransport
-from dapo_mega.weight_sync.update import Sent, SharedBucket, Transport, Update, WeightSender
+from dapo_mega.weight_sync.sending import WeightCommands
+from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
+from dapo_mega.weight_sync.update import Transport, WeightSender
+
+T = TypeVar("T")
 
 
-class Pushing(Commanded):
+class Pushing(WeightCommands):
     """`push` is called in all processes, each of which has the policy; rank 0 gets the metrics, the others none.
     `scores` are the policy's log-probs of the sequence on which engines must agree."""
 
@@ -38,7 +44,6 @@ class Pushing(Commanded):
         self.sender = sender
         self.export = export
         self.num_scored = 0
-        self._policy: Any = None
         self._scores = scores
         self._sync = None
         if processes.rank == 0:
@@ -57,33 +62,13 @@ class Pushing(Commanded):
         return self._all("push_to_outdated", policy, version)
 
     def _all(self, method: str, policy: Any, version: int) -> dict[str, float]:
-        self._policy = policy
+        self.policy = policy
         if self._sync is None:
             self.obey()
             return {}
         with self.commanding():
             metrics: dict[str, float] = getattr(self._sync, method)(version)
         return metrics
-
-    @command
-    def weight_plan(self, *, have_plugin: bool) -> Sequence[Sequence[PlannedBucket]]:
-        assert isinstance(self.sender, BroadcastSender)
-        return self.sender.plan(self._policy, have_plugin=have_plugin)
-
-    @command
-    def send_weights(self, update: Update, forgotten: Sequence[str]) -> Sent:
-        assert isinstance(self.sender, BroadcastSender)
-        self.sender.forget(forgotten)
-        return self.sender.send(self._policy, update)
-
-    def share_weights(self, update: Update | None) -> SharedBucket | None:
-        found = self._share_weights(update)
-        return next((bucket for bucket in found if bucket and bucket.handles), found[0])
-
-    @gathered
-    def _share_weights(self, update: Update | None) -> SharedBucket | None:
-        assert isinstance(self.sender, SharedMemorySender)
-        return self.sender.share(self._policy, update)
 
     def logprobs(self, tokens: TokenIds) -> LogProbs:
         self.num_scored += 1
@@ -93,3 +78,47 @@ class Pushing(Commanded):
     def close(self) -> None:
         if self.sender:
             self.sender.close()
+
+
+class IdleEngines:
+    """The first `num_engines` of a list, by default all; they do nothing else."""
+
+    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+        self._thread = LoopThread("engines")
+        self._clients = {url: EngineClient(url, "", timeout_s) for url in urls}
+        self._joined: set[str] = set()
+        self.num_engines = len(urls)
+
+    def targets(self, only_outdated: bool) -> list[SyncTarget]:
+        urls = list(self._clients)[: self.num_engines]
+        return [SyncTarget(url, 1, has_plugin=True, is_outdated=url not in self._joined) for url in urls]
+
+    def start_call(
+        self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
+    ) -> Future[dict[str, T | EngineError]]:
+        async def call() -> dict[str, T | EngineError]:
+            results = await asyncio.gather(*(method(self._clients[target.url]) for target in targets))
+            return {target.url: result for target, result in zip(targets, results, strict=True)}
+
+        return self._thread.start(call())
+
+    def pause_generation(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
+        return list(targets)
+
+    def resume_generation(self, targets: Sequence[SyncTarget]) -> None: ...
+
+    def synced(self, url: str, version: int) -> None:
+        self._joined.add(url)
+
+    def failed(self, url: str, reason: str) -> None:
+        raise EngineError(url, reason)
+
+    disagrees = failed
+
+    def close(self) -> None:
+        async def close() -> None:
+            for client in self._clients.values():
+                await client.close()
+
+        self._thread.run(close())
+        self._thread.close()

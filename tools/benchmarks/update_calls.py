@@ -6,8 +6,7 @@ import asyncio
 import multiprocessing
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -16,13 +15,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from aiohttp import web
-from pushing import Pushing
+from pushing import IdleEngines, Pushing
 
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
-from dapo_mega.engines.sglang.event_loop import LoopThread
-from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.types import Receivers, WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastSender
 
@@ -64,7 +60,7 @@ def measure_updates(numbers: Sequence[int], num_buckets: int, num_tensors: int, 
 def _measured(
     server: Connection, port: int, num_engines: int, num_buckets: int, num_tensors: int, rounds: int
 ) -> UpdateCost:
-    fleet = _Fleet([f"http://127.0.0.1:{port}/{number}" for number in range(num_engines)])
+    fleet = IdleEngines([f"http://127.0.0.1:{port}/{number}" for number in range(num_engines)], _TIMEOUT_S)
     processes, config = _one_process(), WeightSyncConfig(timeout_s=_TIMEOUT_S)
     sync = Pushing(processes, fleet, config, BroadcastSender(processes, config))
     policy = _Policy(num_buckets, num_tensors)
@@ -152,48 +148,6 @@ class _Policy:
     ) -> Iterator[WeightBucket]:
         for specs in self._buckets:
             yield WeightBucket(0, specs, [self._tensor] * len(specs), is_last=False)
-
-
-class _Fleet:
-    """Idle engines."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._thread = LoopThread("engines")
-        self._clients = {url: EngineClient(url, "", _TIMEOUT_S) for url in urls}
-        self._joined: set[str] = set()
-
-    def targets(self, only_outdated: bool) -> list[SyncTarget]:
-        return [SyncTarget(url, 1, has_plugin=True, is_outdated=url not in self._joined) for url in self._clients]
-
-    def start_call(
-        self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
-    ) -> Future[dict[str, T | EngineError]]:
-        async def call() -> dict[str, T | EngineError]:
-            results = await asyncio.gather(*(method(self._clients[target.url]) for target in targets))
-            return {target.url: result for target, result in zip(targets, results, strict=True)}
-
-        return self._thread.start(call())
-
-    def pause_generation(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
-        return list(targets)
-
-    def resume_generation(self, targets: Sequence[SyncTarget]) -> None: ...
-
-    def synced(self, url: str, version: int) -> None:
-        self._joined.add(url)
-
-    def failed(self, url: str, reason: str) -> None:
-        raise EngineError(url, reason)
-
-    disagrees = failed
-
-    def close(self) -> None:
-        async def close() -> None:
-            for client in self._clients.values():
-                await client.close()
-
-        self._thread.run(close())
-        self._thread.close()
 
 
 def _one_process() -> Processes:

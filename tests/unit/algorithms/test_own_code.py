@@ -1,5 +1,7 @@
 """Code of the user's own is loaded, tried and named in one line when it cannot be used."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -80,7 +82,18 @@ def algorithm(key, path, **rest):
     ],
 )
 def test_what_can_be_used_is_used(code, key, name, rest):
-    try_own_code([getattr(algorithm(key, f"{code}:{name}", **rest), key)], 4)
+    called = set()
+
+    def note(frame, event, _):
+        if frame.f_code.co_filename == str(code):
+            called.add(frame.f_code.co_qualname.partition(".")[0])
+
+    sys.setprofile(note)
+    try:
+        try_own_code([getattr(algorithm(key, f"{code}:{name}", **rest), key)], 4)
+    finally:
+        sys.setprofile(None)
+    assert name in called
 
 
 @pytest.mark.parametrize(
