@@ -47,7 +47,7 @@ def measure_updates(numbers: Sequence[int], num_buckets: int, num_tensors: int, 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with (
-            patch("dapo_mega.weight_sync.broadcast.connect_store", lambda *_: None),
+            patch("dapo_mega.weight_sync.broadcast.connect_store", lambda *_: dist.HashStore()),
             patch("dapo_mega.weight_sync.broadcast.join_group", lambda *_: _Group()),
         ):
             return [_measured(ours, port, number, num_buckets, num_tensors, rounds) for number in numbers]
