@@ -65,6 +65,7 @@ def _absent(num_rows: int, finish_reason: Any, weight_version: Any) -> dict[str,
         "version_spans": ((weight_version, num_rows),),
         "engine_spans": (),
         "segments": (num_rows,),
+        "stop": "",
     }
 
 

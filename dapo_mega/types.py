@@ -32,6 +32,17 @@ NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token was sampled; `length`: the response limit cut the response off (truncated)."""
 
+STOP_REASONS: Final[Mapping[str, str]] = {
+    "done": "the environment said so",
+    "turns": "it had `environment.max_turns`",
+    "context": "an observation was longer than `environment.max_observation_tokens`, or left no place for a turn",
+    "tokens": "it had `rollout.max_response_tokens`",
+    "parse": "the environment could not read the policy's turns",
+    "timeout": "it was older than `environment.trajectory_limit_s`",
+    "failed": "its environment failed; it is not scored",
+}
+"""Why a trajectory with an environment ended."""
+
 METRIC_PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]*")
 """A part of a metric's name that a user chooses."""
 
@@ -145,7 +156,8 @@ class Trajectory:
     False, tokens were observed: they have log-prob 0, and no part in anything that is trained on or measured.
     `version_spans` and `engine_spans` say which weights and engines sampled which tokens: (version, end) and (URL, end)
     with ascending ends, those of versions up to R. `segments` are the ends of pieces, the last of them R: where the
-    history was rewritten a new piece begins with all of it, and every piece is a sequence of its own.
+    history was rewritten a new piece begins with all of it, and every piece is a sequence of its own. `stop` says why
+    one with an environment is over (see `STOP_REASONS`); it is empty for a single answer.
 
     Every field is a column of checkpoints and of files of samples, see `trajectory_records`.
     """
@@ -158,6 +170,7 @@ class Trajectory:
     version_spans: tuple[tuple[int, int], ...] = field(metadata=column("versions"))
     engine_spans: tuple[tuple[str, int], ...] = field(metadata=column("engines"))
     segments: tuple[int, ...] = field(metadata=column("integers", optional=True))
+    stop: str = field(default="", metadata=column("text", optional=True))
 
     @classmethod
     def of(cls, response: Response) -> Trajectory:

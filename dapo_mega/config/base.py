@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -54,15 +54,19 @@ def may_change_at_resume(section: type[BaseModel], name: str) -> bool:
         return True
     if get_origin(field.annotation) is dict:
         rest = rest.partition(".")[2]
-    inner = section_in(field.annotation)
-    return bool(rest) and inner is not None and may_change_at_resume(inner, rest)
+    return bool(rest) and any(may_change_at_resume(inner, rest) for inner in _sections_in(field.annotation))
 
 
 def section_in(annotation: Any) -> type[Section] | None:
     """The section that a field of this type holds, if any: itself, or the values of a mapping by names."""
+    return next(_sections_in(annotation), None)
+
+
+def _sections_in(annotation: Any) -> Iterator[type[Section]]:
     candidates = (annotation, *get_args(annotation))
-    candidates = tuple(get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in candidates)
-    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Section)), None)
+    for kind in (get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in candidates):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield kind
 
 
 def divisors(number: int) -> list[int]:

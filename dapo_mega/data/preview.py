@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from dapo_mega.atomic_files import read_json_object
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig
-from dapo_mega.data.prompts import RenderedRow, first_rows
-from dapo_mega.data.templates import PROBLEM, template_text
+from dapo_mega.data.prompts import Render, RenderedRow, first_rows
+from dapo_mega.data.templates import PROBLEM, render_messages, template_text
 from dapo_mega.data.tokenizer import stop_tokens, template_end, without_embedding
 from dapo_mega.metrics.run_text import shortened
 
@@ -33,7 +33,13 @@ _ASKS_FOR_NOTHING = ("bare", "none")
 """Templates that say that no instruction is wanted, where `as_is` says that the prompts bring theirs."""
 
 
-def preview_run(config: RunConfig | SftConfig, tokenizer: PreTrainedTokenizerBase, *, only_local: bool = False) -> str:
+def preview_run(
+    config: RunConfig | SftConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    only_local: bool = False,
+    render: Render = render_messages,
+) -> str:
     """Text that shows the first prompt of each dataset with its tokens counted and its special tokens marked, and a
     line that begins with `WARNING` for each likely mistake in the first rows. Empty if there is nothing to show.
 
@@ -51,7 +57,7 @@ def preview_run(config: RunConfig | SftConfig, tokenizer: PreTrainedTokenizerBas
         if only_local and not Path(dataset.path).exists():
             continue
         limit = None if lacks_tokens else _CHECKED_ROWS
-        rows = first_rows(dataset, tokenizer, limit, has_responses=isinstance(config, SftConfig))
+        rows = first_rows(dataset, tokenizer, limit, has_responses=isinstance(config, SftConfig), render=render)
         if rows:
             lines += _shown(key, rows[0], tokenizer)
             found = (

@@ -78,3 +78,19 @@ def outer_loop_set_aside() -> Iterator[None]:
 async def beside(function: Callable[[], T]) -> T:
     """What the function returns or raises. If the caller is cancelled, it goes on and nobody hears of it."""
     return await asyncio.get_running_loop().run_in_executor(_THREADS, function)
+
+
+class _Started(Executor):
+    """Calls what starts something, at once, and has its future: nothing waits in a thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        found: Future[Any] = fn(*args, **kwargs)
+        return found
+
+
+_STARTED = _Started()
+
+
+async def result_of(start: Callable[[], Future[T]]) -> T:
+    """What comes of the future that `start` returns. A loop of engines waits for it as for what runs `beside` it."""
+    return await asyncio.get_running_loop().run_in_executor(_STARTED, start)  # type: ignore[arg-type]

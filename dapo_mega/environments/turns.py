@@ -1,141 +1,345 @@
 """Turns of the policy and of an environment of the user's own, token by token.
 
-A turn's prompt is the prompt, all that was sampled and all that was observed before it: nothing is encoded twice.
-Observations are encoded by themselves, without special tokens, so that hostile text stays text.
+A turn's prompt is the prompt, all that was sampled and all that was observed before it: nothing is encoded twice. What
+failed or was interrupted goes on where it stopped, in an environment that is brought to the same state; one that cannot
+be brought there again begins anew.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from dapo_mega.config import RunConfig
-from dapo_mega.config.environment import EARNED, OwnEnvironment
-from dapo_mega.data.tokenizer import Decode, decoder
-from dapo_mega.distributed.event_loops import beside
-from dapo_mega.environments.base import SINGLE_TURN, Environment, Generate
+from dapo_mega.algorithms.own_code import MisuseError
+from dapo_mega.config.environment import OwnEnvironment
+from dapo_mega.environments.base import Begun, Environment, EnvironmentFailure, Generate, Progress
+from dapo_mega.environments.dialogues import Dialogue
+from dapo_mega.environments.observations import Observation
+from dapo_mega.environments.pool import EnvironmentPool, LiveEnvironment
+from dapo_mega.rewards.processes import CallError
+from dapo_mega.rewards.records import RewardRecord
 from dapo_mega.types import GenerationFailure, GenerationRequest, LogProbs, Prompt, Response, TokenIds, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
+class _DiffersError(Exception):
+    """An environment that was brought to a state again returned something else on the way."""
+
+
+@dataclass
+class _Counts:
+    """Of a step: trajectories by what became of them (started, finished, failed, cancelled) and other events, and the
+    seconds that calls of environments took."""
+
+    events: Counter[str] = field(default_factory=Counter)
+    call_s: float = 0.0
+
+
 class Turns(Environment):
-    """One environment for each trajectory. Its methods are called one after the other, beside the event loop, and no
-    engine's place is held meanwhile. What it raises ends the run, as InputError."""
+    """One environment for each trajectory. No engine's place is held while it works.
 
-    def __init__(self, own: OwnEnvironment, encode: Callable[[str], Sequence[int]], decode: Decode) -> None:
+    Raises InputError where what it returns is no observation, and when more than `max_failed_share` of a step's
+    trajectories, or of `usual_trajectories` if these are more, failed by their environments; the first failure is
+    logged in full.
+    """
+
+    def __init__(
+        self, own: OwnEnvironment, pool: EnvironmentPool, dialogue: Dialogue, usual_trajectories: int = 1
+    ) -> None:
         self._own = own
-        self._encode = encode
-        self._decode = decode
+        self._pool = pool
+        self._dialogue = dialogue
+        self._usual_trajectories = usual_trajectories
+        self._counts = _Counts()
+        self._num_open = 0
+        self._first_failure = ""
 
-    async def run(self, prompt: Prompt, request: GenerationRequest, generate: Generate) -> Trajectory:
-        """Ends when the environment says so, after `max_turns`, or where the next turn or observation has no place in
-        the `max_new_tokens` of the request, which are for all rows. Raises GenerationFailure too where the first
-        observation has no place."""
-        environment = await beside(self._own.make)
+    def log_to(self, path: Path) -> None:
+        """See `Environment`."""
+        self._pool.log_to(path)
+
+    def close(self) -> None:
+        """See `Environment`."""
+        self._pool.close()
+
+    async def run(
+        self, prompt: Prompt, request: GenerationRequest, generate: Generate, progress: Progress
+    ) -> Trajectory:
+        """Ends as `Trajectory.stop` says: the environment is done, `max_turns` or `trajectory_limit_s` is reached, or
+        the next turn (tokens) or observation (context) has no place in the `max_new_tokens` of the request, which are
+        for all rows."""
+        self._num_open += 1
+        self._counts.events["started"] += 1
+        became = "cancelled"
         try:
-            rows = _Rows(request)
-            observation = await self._observe(environment, "reset", _task(prompt), _seed_of(prompt, request))
-            if not self._add(rows, observation["text"]):
-                raise GenerationFailure(request.request_id, "its environment's first observation is too long")
-            for turn in range(self._own.max_turns):
-                response = await generate(rows.next_request(turn, self._own.max_turn_tokens))
-                rows.add(response)
-                (text,) = self._decode([response.token_ids])
-                action = {
-                    "text": text,
-                    "finish_reason": response.finish_reason,
-                    "turn": turn,
-                    "token_ids": response.token_ids.tolist(),
-                }
-                observation = await self._observe(environment, "step", action)
-                rows.end_turn(response, observation)
-                if observation["done"] or turn + 1 == self._own.max_turns or not self._add(rows, observation["text"]):
-                    break
-            return rows.trajectory()
+            trajectory = await self._run(prompt, request, generate, progress)
+            became = "finished"
+            return trajectory
+        except GenerationFailure:
+            became = "failed"
+            raise
+        except MisuseError as error:
+            raise self._own.unusable(error) from None
         finally:
-            await beside(partial(self._own.closed, environment))
+            self._num_open -= 1
+            self._counts.events[became] += 1
 
-    async def _observe(self, environment: Any, method: str, *arguments: Any) -> dict[str, Any]:
-        return await beside(partial(self._own.observed, environment, method, *arguments))
+    def pop_metrics(self) -> dict[str, float]:
+        """See `Environment`."""
+        counts, self._counts = self._counts, _Counts()
+        events = counts.events
+        names = ("started", "finished", "failed", "cancelled")
+        metrics = {f"environment/trajectories_{name}": float(events[name]) for name in names}
+        metrics["environment/trajectories_open"] = float(self._num_open)
+        metrics |= {f"environment/{name}": float(events[name]) for name in ("retries", "replays", "differing")}
+        if events["calls"]:
+            metrics["environment/seconds_per_call"] = counts.call_s / events["calls"]
+        return metrics
 
-    def _add(self, rows: _Rows, text: str) -> bool:
-        """Add the observation, unless it is too long or leaves no place for a turn."""
-        token_ids = self._encode(text) if text else []
+    async def _run(
+        self, prompt: Prompt, request: GenerationRequest, generate: Generate, progress: Progress
+    ) -> Trajectory:
+        retries = self._own.retries
+        while True:
+            life = _Life(
+                self._pool, self._counts, task_of(prompt), seed_of_group(request.seed >> 64, prompt.index), retries
+            )
+            try:
+                return await self._played(life, prompt, request, generate, progress)
+            except _DiffersError as error:
+                self._counts.events["differing"] += 1
+                if self._counts.events["differing"] == 1:
+                    logger.warning("environment: %s: a trajectory begins anew: %s", self._own.path, error)
+                progress.begun, retries = None, life.retries
+            except CallError as error:
+                begun = progress.begun
+                failed = replace(begun.trajectory, stop="failed") if begun else None
+                self._note_failure(error)
+                raise EnvironmentFailure(request.request_id, str(error), failed) from None
+            finally:
+                life.close()
+
+    async def _played(
+        self, life: _Life, prompt: Prompt, request: GenerationRequest, generate: Generate, progress: Progress
+    ) -> Trajectory:
+        own, started = self._own, time.monotonic()
+        if begun := progress.begun:
+            rows = _Rows(request, begun.trajectory)
+            life.goes_on(begun, [self._action(rows, turn) for turn in range(len(begun.observations) - 1)])
+        else:
+            rows = _Rows(request)
+            first = await life.observe("reset", life.task, life.seed)
+            if not self._add(rows, self._dialogue.opening(prompt.messages, first.messages)):
+                raise CallError("its first observation is too long")
+        while True:
+            turn = len(rows.turns)
+            if len(life.observations) > turn:
+                rows.add(await generate(rows.next_request(turn, own.max_turn_tokens)))
+                progress.begun = Begun(rows.trajectory(), tuple(life.observations), life.snapshot)
+                turn += 1
+            observation = await life.observe("step", self._action(rows, turn - 1))
+            rows.turns[-1] = replace(rows.turns[-1], parts=observation.earned)
+            stop = observation.stop or ("turns" if turn == own.max_turns else "")
+            if not stop and own.trajectory_limit_s and time.monotonic() - started > own.trajectory_limit_s:
+                stop = "timeout"
+            if not stop and not rows.left:
+                stop = "tokens"
+            if not stop and not self._add(rows, self._following(rows, observation)):
+                stop = "context"
+            if stop:
+                return rows.trajectory(stop)
+            progress.begun = Begun(rows.trajectory(), tuple(life.observations), life.snapshot)
+
+    def _following(self, rows: _Rows, observation: Observation) -> list[int]:
+        token_ids = self._dialogue.extend(*rows.of_turn(len(rows.turns) - 1), observation.messages)
+        if token_ids is None:
+            raise MisuseError(
+                "the chat template cannot be continued behind this turn of the policy without a change of what is "
+                "before it; use a template that only appends"
+            )
+        return token_ids
+
+    def _action(self, rows: _Rows, turn: int) -> dict[str, Any]:
+        """What the environment is told of this turn."""
+        _, sampled_ids = rows.of_turn(turn)
+        read = self._dialogue.read(*rows.of_turn(turn))
+        finish_reason = rows.turns[turn].finish_reason
+        return {**read._asdict(), "finish_reason": finish_reason, "turn": turn, "token_ids": sampled_ids}
+
+    def _add(self, rows: _Rows, token_ids: Sequence[int]) -> bool:
+        """Add what was observed, unless it is too long or leaves no place for a turn."""
         if len(token_ids) > self._own.max_observation_tokens or len(token_ids) >= rows.left:
             return False
-        rows.observe(token_ids)
+        rows.append(np.array(token_ids, np.int32))
         return True
+
+    def _note_failure(self, error: CallError) -> None:
+        """Count a trajectory that failed by its environment. Raises InputError if there are too many."""
+        events = self._counts.events
+        events["environment_failed"] += 1
+        if not self._first_failure:
+            self._first_failure = str(error)
+            logger.warning(
+                "environment: %s: %s; the group of its trajectory is dropped, and further ones are only counted "
+                "(environment/trajectories_failed)%s",
+                self._own.path,
+                error,
+                f"\n{error.detail.rstrip()}" if error.detail else "",
+            )
+        num_failed, total = events["environment_failed"], max(events["started"], self._usual_trajectories)
+        if num_failed > self._own.max_failed_share * total:
+            raise self._own.unusable(
+                f"{num_failed} of {total} trajectories of a step failed by their environments, more than "
+                f"environment.max_failed_share={self._own.max_failed_share:g} allows; the first failure, whose "
+                f"traceback is above: {self._first_failure}"
+            )
+
+
+class _Life:
+    """The environment of one trajectory, made again where it failed. `observations` are what it returned."""
+
+    def __init__(
+        self, pool: EnvironmentPool, counts: _Counts, task: Mapping[str, Any], seed: int, retries: int
+    ) -> None:
+        self._pool = pool
+        self._counts = counts
+        self.task = task
+        self.seed = seed
+        self.retries = retries
+        self._live: LiveEnvironment | None = None
+        self._calls: list[tuple[Any, ...]] = []
+        self.observations: list[Any] = []
+        self.snapshot = ""
+
+    def goes_on(self, begun: Begun, actions: Sequence[Mapping[str, Any]]) -> None:
+        """Let it be as it was after these actions."""
+        self._calls = [("reset", self.task, self.seed), *(("step", action) for action in actions)]
+        self.observations = list(begun.observations)
+        self.snapshot = begun.snapshot
+
+    async def observe(self, *call: Any) -> Observation:
+        """What a method returns, its name first. Raises CallError where it failed once too often, and _DiffersError."""
+        while True:
+            begin = time.monotonic()
+            try:
+                live = await self._brought_here()
+                returned, observation, snapshot = await live.observe(*call)
+                break
+            except CallError:
+                self.close()
+                if not self.retries:
+                    raise
+                self.retries -= 1
+                self._counts.events["retries"] += 1
+            finally:
+                self._counts.events["calls"] += 1
+                self._counts.call_s += time.monotonic() - begin
+        self._calls.append(call)
+        self.observations.append(returned)
+        self.snapshot = snapshot
+        return observation
+
+    async def _brought_here(self) -> LiveEnvironment:
+        if self._live:
+            return self._live
+        live = self._live = await self._pool.open()
+        self._counts.events["replays"] += bool(self.observations)
+        if self.snapshot:
+            await live.restore(self.snapshot)
+            return live
+        for call, seen in zip(self._calls, self.observations, strict=True):
+            returned, _, _ = await live.observe(*call)
+            if returned != seen:
+                raise _DiffersError(
+                    f"its method {call[0]} returned {returned!r:.100}, and before {seen!r:.100}, for the same task, "
+                    f"seed and turns; draw from a generator made of the seed, or give it snapshot and restore"
+                )
+        return live
+
+    def close(self) -> None:
+        """Close the environment, without waiting for it."""
+        live, self._live = self._live, None
+        if live:
+            live.close()
 
 
 class _Rows:
     """The rows of a trajectory so far. The ids of its prompt are before those of the rows."""
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, begun: Trajectory | None = None) -> None:
         self._request = request
-        self._num_rows = 0
-        self._token_ids: list[TokenIds] = [request.prompt_token_ids]
-        self._logprobs: list[LogProbs] = [np.empty(0, np.float32)]
-        self._sampled: list[npt.NDArray[np.bool_]] = [np.empty(0, np.bool_)]
-        self._turns: list[Turn] = []
+        self._prompt_length = len(request.prompt_token_ids)
+        self._token_ids = request.prompt_token_ids
+        self._logprobs, self._sampled = np.empty(0, np.float32), np.empty(0, np.bool_)
+        self.turns: list[Turn] = []
         self._versions: list[tuple[int, int]] = []
         self._engines: list[tuple[str, int]] = []
+        if begun:
+            self._token_ids = np.concatenate([self._token_ids, begun.token_ids])
+            self._logprobs, self._sampled, self.turns = begun.logprobs, begun.sampled, list(begun.turns)
+            self._versions, self._engines = list(begun.version_spans), list(begun.engine_spans)
 
     @property
     def left(self) -> int:
         """Tokens for which there is place."""
-        return self._request.sampling.max_new_tokens - self._num_rows
+        return self._request.sampling.max_new_tokens - len(self._sampled)
 
     def next_request(self, turn: int, max_turn_tokens: int | None) -> GenerationRequest:
         """The request of this turn, with random numbers of its own."""
-        self._token_ids = [np.concatenate(self._token_ids)]
         return replace(
             self._request,
-            prompt_token_ids=self._token_ids[0],
+            prompt_token_ids=self._token_ids,
             seed=_seed_of_turn(self._request.seed, turn),
             sampling=replace(self._request.sampling, max_new_tokens=min(self.left, max_turn_tokens or self.left)),
         )
 
-    def observe(self, token_ids: Sequence[int]) -> None:
-        length = len(token_ids)
-        self._append(np.array(token_ids, np.int32), np.zeros(length, np.float32), np.zeros(length, np.bool_))
+    def of_turn(self, turn: int) -> tuple[list[int], list[int]]:
+        """The prompt of a turn, and what was sampled for it."""
+        stop = self.turns[turn].stop
+        begin = self.turns[turn - 1].stop if turn else 0
+        start = begin + int(np.argmax(self._sampled[begin:stop])) if stop > begin else stop
+        split, end = self._prompt_length + start, self._prompt_length + stop
+        return self._token_ids[:split].tolist(), self._token_ids[split:end].tolist()
 
     def add(self, response: Response) -> None:
         """Add a turn of the policy. Rows that were observed before it have its first version and engine."""
-        start, length = self._num_rows, len(response.token_ids)
-        self._append(response.token_ids, response.logprobs, np.ones(length, np.bool_))
+        start, length = len(self._sampled), len(response.token_ids)
+        self.append(response.token_ids, response.logprobs)
         versions = response.version_spans or ((response.weight_version, length),)
         _extend(self._versions, [(version, start + end) for version, end in versions])
         _extend(self._engines, [(engine, start + end) for engine, end in response.engine_spans])
+        self.turns.append(Turn(start + length, response.finish_reason))
 
-    def _append(self, token_ids: TokenIds, logprobs: LogProbs, sampled: npt.NDArray[np.bool_]) -> None:
-        self._num_rows += len(token_ids)
-        self._token_ids.append(token_ids)
-        self._logprobs.append(logprobs)
-        self._sampled.append(sampled)
+    def append(self, token_ids: TokenIds, logprobs: LogProbs | None = None) -> None:
+        """Add rows, which were observed where they have no log-probs."""
+        length = len(token_ids)
+        self._token_ids = np.concatenate([self._token_ids, token_ids])
+        of_rows = np.zeros(length, np.float32) if logprobs is None else logprobs
+        self._logprobs = np.concatenate([self._logprobs, of_rows])
+        self._sampled = np.concatenate([self._sampled, np.full(length, logprobs is not None)])
 
-    def end_turn(self, response: Response, observation: dict[str, Any]) -> None:
-        """Note what the environment says of the turn."""
-        earned = {name: float(value) for name, value in observation["parts"].items()}
-        earned |= {name: float(observation[name]) for name in EARNED if observation[name] is not None}
-        self._turns.append(Turn(self._num_rows, response.finish_reason, earned))
-
-    def trajectory(self) -> Trajectory:
+    def trajectory(self, stop: str = "") -> Trajectory:
         return Trajectory(
             self._request.request_id,
-            np.concatenate(self._token_ids)[len(self._request.prompt_token_ids) :],
-            np.concatenate(self._logprobs),
-            np.concatenate(self._sampled),
-            tuple(self._turns),
+            self._token_ids[self._prompt_length :],
+            self._logprobs,
+            self._sampled,
+            tuple(self.turns),
             tuple(self._versions),
             tuple(self._engines),
-            (self._num_rows,),
+            (len(self._sampled),),
+            stop,
         )
 
 
@@ -147,33 +351,20 @@ def _extend(spans: list[tuple[T, int]], more: Sequence[tuple[T, int]]) -> None:
         spans.append((what, end))
 
 
-def make_environment(config: RunConfig, tokenizer: Any) -> Environment:
-    """The run's environment."""
-    own = config.environment
-    if not isinstance(own, OwnEnvironment):
-        return SINGLE_TURN
-
-    def encode(text: str) -> list[int]:
-        token_ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return token_ids
-
-    return Turns(own, encode, decoder(tokenizer))
-
-
 def _seed_of_turn(seed: int, turn: int) -> int:
     """Below 2^128, as those of all requests; the first turn has the request's own."""
     return int.from_bytes(hashlib.sha256(f"{seed} {turn}".encode()).digest()[:16], "big") if turn else seed
 
 
-def _seed_of(prompt: Prompt, request: GenerationRequest) -> int:
-    """The same for all trajectories of a prompt in a run, below 2^63."""
-    return int(np.random.SeedSequence([request.seed >> 64, prompt.index]).generate_state(1, np.uint64)[0] >> 1)
+def seed_of_group(seed: int, index: int) -> int:
+    """The seed of the environments of the prompt with this index, in a run with this seed: below 2^63."""
+    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _task(prompt: Prompt) -> dict[str, Any]:
+def task_of(prompt: Prompt | RewardRecord) -> dict[str, Any]:
     """What an environment is told of its row: the same for all trajectories of a group."""
     return {
-        "prompt": prompt.problem or prompt.text,
+        "prompt": prompt.prompt if isinstance(prompt, RewardRecord) else prompt.problem or prompt.text,
         "messages": [dict(message) for message in prompt.messages],
         "ground_truth": prompt.ground_truth,
         "data_source": prompt.data_source,

@@ -15,6 +15,10 @@ from dapo_mega.config.fleet import require_api_key
 from dapo_mega.config.paths import PathKind, paths_in
 from dapo_mega.data import check_dataset, first_record, load_tokenizer
 from dapo_mega.data.preview import preview_run
+from dapo_mega.data.prompts import Render
+from dapo_mega.data.templates import render_messages
+from dapo_mega.environments.build import make_environment, try_environment
+from dapo_mega.environments.turns import task_of
 from dapo_mega.errors import InputError
 from dapo_mega.metrics.trackers import missing_packages
 from dapo_mega.planning.plan import describe_fine_tuning, describe_run
@@ -77,7 +81,12 @@ def _preview(config: RunConfig | SftConfig) -> str:
     tokenizer that cannot be used."""
     if not Path(config.model.path).is_dir():
         return ""
-    return preview_run(config, load_tokenizer(config.model.path), only_local=True)
+    tokenizer = load_tokenizer(config.model.path)
+    render: Render = render_messages
+    if isinstance(config, RunConfig) and not _missing_code(config):
+        environment, render = make_environment(config, tokenizer)
+        environment.close()
+    return preview_run(config, tokenizer, only_local=True, render=render)
 
 
 def _check(name: str, dataset: DatasetConfig, has_responses: bool = False) -> None:
@@ -112,12 +121,19 @@ def _reward_lines(config: RunConfig) -> list[str]:
 
 def _code_notes(config: RunConfig) -> list[str]:
     """Notes about own code that is not here; what is all here is tried. Raises InputError if it cannot be used."""
-    own = config.own_code
-    places = {key: Path(code.path.rpartition(":")[0]) for key, code in own.items()}
-    missing = [key for key, place in places.items() if place.suffix == ".py" and not place.exists()]
+    own, missing = config.own_code, _missing_code(config)
     if not missing:
         try_own_code(own.values(), config.batch.group_size)
-    return [f"note: {key} was not tried, as {places[key]} is not on this machine" for key in missing]
+    record = first_record(next(iter(config.data.training.values())))
+    if "environment" in own.keys() - {*missing} and record:
+        try_environment(config, task_of(record))
+    return [f"note: {key} was not tried, as {place} is not on this machine" for key, place in missing.items()]
+
+
+def _missing_code(config: RunConfig) -> dict[str, Path]:
+    """The files of own code that are not here, by their keys."""
+    places = {key: Path(code.path.rpartition(":")[0]) for key, code in config.own_code.items()}
+    return {key: place for key, place in places.items() if place.suffix == ".py" and not place.exists()}
 
 
 def _key_notes(config: RunConfig) -> list[str]:

@@ -57,7 +57,7 @@ class FunctionReward(Budgeted):
         budget_s = _BUDGET_LIMITS * num_workers * time_limit_s
         self.budget = StepBudget(budget_s, f"calls of {path} that fail", "no more are made (reward/num_failed)")
         arguments = {"path": path, "memory_limit_mib": memory_limit_mib, "settings": settings or {}}
-        self._workers = [WorkerProcess("function_worker", arguments, self._output) for _ in range(num_workers)]
+        self._workers = [WorkerProcess("rewards.function_worker", arguments, self._output) for _ in range(num_workers)]
         self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)

@@ -2,36 +2,31 @@
 
 It is started by `WorkerProcess` with the numbers of pipes for batches and results, and of a lifeline, whose end means
 that the trainer is gone. Batches arrive pickled, results leave as JSON. Standard output and error belong to the
-function. The function runs in a child of this process, which does nothing but end all that the function has started:
-when the child ends, or the trainer, even where a process is stopped or keeps the interpreter busy.
+function, which runs in a kept process (see `keeper`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import inspect
 import math
 import numbers
 import os
 import pickle
-import signal
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from dapo_mega.algorithms.own_code import MisuseError, check_call, described, load_function
-from dapo_mega.rewards.processes import NUMBER, end_tree, kill_descendants
+from dapo_mega.rewards.keeper import keep
+from dapo_mega.rewards.processes import NUMBER
 from dapo_mega.rewards.sandbox.frames import FrameError, read_body, write_frame
 from dapo_mega.rewards.worker import limit_memory
 from dapo_mega.types import METRIC_PART
 
 RESULT_KEYS: Final = ("score", "correct", "parts", "answer")
-_PR_SET_PDEATHSIG: Final = 1
-_PR_SET_CHILD_SUBREAPER: Final = 36
 _MAX_ANSWER_CHARACTERS: Final = 10_000
 _MAX_DETAIL_CHARACTERS: Final = 20_000
 
@@ -47,51 +42,9 @@ def main(
     settings: Mapping[str, Any],
 ) -> None:
     """Serve until the trainer closes the pipe of requests."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Orphans of the function become children of this process. A stopped process goes on when the trainer ends.
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-    keeper = os.getpid()
-    child = os.fork()
-    if not child:
-        os.close(lifeline_fd)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == keeper:
-            _end_after(lambda: _serve(requests_fd, answers_fd, path, memory_limit_mib, settings))
-        os._exit(1)
-    os.close(requests_fd)
-    os.close(answers_fd)
-    threading.Thread(target=_die_with_trainer, args=(lifeline_fd,), daemon=True).start()
-    ended = 0
-    while ended != child:
-        ended, status = os.wait()
-    kill_descendants(keeper)
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:  # End as it did.
-        with contextlib.suppress(OSError):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(keeper, -code)
-    os._exit(code)
-
-
-def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _die_with_trainer(lifeline_fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.read(lifeline_fd, 1)
-    end_tree(os.getpid())
-
-
-def _end_after(run: Callable[[], None]) -> None:
-    """End this process afterwards, without waiting for threads of the function."""
-    try:
-        run()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
+    keep(
+        lambda: _serve(requests_fd, answers_fd, path, memory_limit_mib, settings), requests_fd, answers_fd, lifeline_fd
+    )
 
 
 def _serve(requests: int, answers: int, path: str, memory_limit_mib: int, settings: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A process that works for a reward, with a limit of time, and without anything that outlives it."""
+"""A process that works for a reward or an environment, with a limit of time, and without anything that outlives it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class WorkerProcess:
     """
 
     def __init__(self, module: str, arguments: Mapping[str, Any], output: OutputLog | None = None) -> None:
-        self._arguments = {"module": f"dapo_mega.rewards.{module}", **arguments}
+        self._arguments = {"module": f"dapo_mega.{module}", **arguments}
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._descriptors: tuple[int, int, int] | None = None
@@ -145,6 +145,12 @@ class WorkerProcess:
         self._number = 0
         self._exchange(b"", START_LIMIT_S, "importing it")
 
+    @property
+    def connection(self) -> tuple[int, int]:
+        """The descriptors that requests are written to and answers read from, for those who do not `ask`."""
+        assert self._descriptors
+        return self._descriptors[:2]
+
     def ask(self, request: bytes, limit_s: float, what: str) -> dict[str, Any]:
         """The answer, at most `limit_s` after the process has started. Raises CallError, the process being ended where
         it did not answer, and MisuseError."""
@@ -167,17 +173,13 @@ class WorkerProcess:
                 raise FrameError("it is for another request")
         except TimeoutError:
             self.stop()
-            raise CallError(
-                f"{what} took longer than {limit_s:g} s and was ended", self._printed(), hung=True
-            ) from None
+            raise CallError(f"{what} took longer than {limit_s:g} s and was ended", self.printed(), hung=True) from None
         except FrameError as error:
             self.stop()
             raise CallError(f"the process answered {what} with something else: {error}") from None
         except OSError:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)  # Its connection closes a little before it has ended.
-            status = self.stop()
-            raise CallError(f"the process died in {what} ({_ending(status)})", self._printed()) from None
+            status = self.stop(wait_s=5)  # Its connection closes a little before it has ended.
+            raise CallError(f"the process died in {what} ({ending(status)})", self.printed()) from None
         except BaseException:  # Interrupted: what it still answers would be taken for the answer to the next request.
             self.stop()
             raise
@@ -187,7 +189,8 @@ class WorkerProcess:
             raise CallError(answer["failure"], answer["detail"])
         return answer
 
-    def _printed(self) -> str:
+    def printed(self) -> str:
+        """What it printed last, with a line above it."""
         tail = self._output.tail() if self._output else ""
         return f"its last output:\n{tail}" if tail else ""
 
@@ -197,11 +200,14 @@ class WorkerProcess:
         if (process := self._process) is not None:
             end_tree(process.pid)
 
-    def stop(self) -> int | None:
-        """End the process with all that it has started; returns its exit status if it had ended by itself."""
+    def stop(self, wait_s: float = 0.0) -> int | None:
+        """End the process with all that it has started, after waiting so long for it to end by itself; returns its exit
+        status if it did."""
         process, self._process = self._process, None
         if process is None:
             return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
         status = process.poll()
         end_tree(process.pid)
         process.wait()
@@ -245,7 +251,8 @@ def _alive_descendants(pid: int) -> list[psutil.Process]:
     return alive
 
 
-def _ending(status: int | None) -> str:
+def ending(status: int | None) -> str:
+    """How a process ended, in words."""
     if status is None:
         return "it closed its connection"
     if status < 0:

@@ -94,7 +94,7 @@ class AnswerVerifier:
             "compare": base64.b64encode(pickle.dumps(self._compare)).decode(),
             "memory_limit_mib": memory_limit_mib,
         }
-        self._workers = [WorkerProcess("worker", arguments) for _ in range(num_workers)]
+        self._workers = [WorkerProcess("rewards.worker", arguments) for _ in range(num_workers)]
         self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from dapo_mega.distributed.event_loops import beside
-from dapo_mega.environments.base import Environment, Generate
+from dapo_mega.environments.base import Environment, Generate, Progress
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 # Apart from training's, which begin at 0, so that no response is drawn with the random numbers of another purpose.
@@ -44,7 +44,7 @@ class Numbering:
 
 async def _rollout(prompt: Prompt, request: GenerationRequest, generate: Generate, environment: Environment) -> Rollout:
     try:
-        return await environment.run(prompt, request, generate)
+        return await environment.run(prompt, request, generate, Progress())
     except GenerationFailure as failure:
         return failure
 

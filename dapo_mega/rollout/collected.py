@@ -77,8 +77,10 @@ class RolloutStats:
         metrics = {f"reward/part_{name}": float(np.mean(values)) for name, values in parts_of(scored).items()}
         if verdicts := verdicts_of(scored):
             metrics["rollout/accuracy_mean"] = float(np.mean(verdicts))
-        if max(len(s.turns) for s in scored) > 1:
+        if any(s.stop for s in scored):
             metrics["rollout/turns_mean"] = float(np.mean([len(s.turns) for s in scored]))
+            stops = Counter(s.stop for s in scored)
+            metrics |= {f"rollout/stop_{stop}": count / len(scored) for stop, count in stops.items() if stop}
             metrics["rollout/observed_share"] = 1 - float(lengths.sum()) / sum(s.num_rows for s in scored)
         return {
             **metrics,

@@ -186,7 +186,7 @@ class Collector:
         oldest = version - self._config.algorithm.max_staleness
         expired = [g for g in self._open.values() if not g.is_complete and g.oldest_version() < oldest]
         self._give_up(expired)
-        stats.given_up += [GroupFate("expired", g.prompt, unscored=tuple(g.trajectories.values())) for g in expired]
+        stats.given_up += [GroupFate("expired", g.prompt, unscored=g.unscored) for g in expired]
         self._start(self._open.values())
         first_round = admission.first_round(len(self.buffer))
         while self._lacks_groups() or admission.is_round_running(len(self._open)):
@@ -258,7 +258,7 @@ class Collector:
                 try:
                     await group.roll_out(self._environment, self._engine.generate)
                 except GenerationFailure:
-                    group.result = GroupFate("dropped", group.prompt, unscored=tuple(group.trajectories.values()))
+                    group.result = GroupFate("dropped", group.prompt, unscored=group.unscored)
                 self._num_running -= 1
             group.result = group.result or await self._scored(group)
             group.is_kept = self.buffer.keeps(group.result) if isinstance(group.result, Group) else group.is_complete
@@ -329,6 +329,7 @@ class Collector:
             **scoring_metrics(self._scorer.pop_counts()),
             **group_metrics(groups, self._version, self.buffer.pop_counts()),
             **self._latency.metrics(groups),
+            **self._environment.pop_metrics(),
         }
 
     def pop_fates(self) -> list[GroupFate]:
@@ -359,7 +360,7 @@ class Collector:
         values = {"collector": numbers, "group_seconds": self._latency.state(_ids(held, found, waiting))}
         fed = [group.result for group in found if isinstance(group.result, Group)]
         unscored = [group for group in found if not isinstance(group.result, Group)]
-        open_now = [OpenGroup(g.prompt, g.requests, dict(g.trajectories)) for g in (*unscored, *waiting)]
+        open_now = [group.copy() for group in (*unscored, *waiting)]
         return partial(_packed, values, sampler_arrays, list(held), fed, open_now)
 
     def load_state(self, values: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
@@ -373,7 +374,7 @@ class Collector:
         held = unpack_groups(values["buffer"], arrays, self.prompts, "buffer")
         found = unpack_groups(values["fed"], arrays, self.prompts, "fed") if "fed" in values else []
         records = values.get("in_flight") or []
-        keeps_trajectories = not any(name.startswith("sampling.") for name in changed)
+        keeps_trajectories = not any(name.startswith(("sampling.", "environment.")) for name in changed)
         waiting = unpack_open(records, arrays, self.prompts, self._requests, keeps_trajectories=keeps_trajectories)
         num_saved = len(held) + len(found) + len(waiting)
         self.buffer.groups = [g for g in held if not changed and self._fits(g) and self.buffer.keeps(g)]

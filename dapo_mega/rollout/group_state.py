@@ -49,9 +49,9 @@ def settings_of_groups(config: RunConfig, sampling: SamplingParams) -> Record:
     """The settings that responses are sampled with (`sampling.`) and scored with (`reward.`), by name."""
     sampled = {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)}
     scored = flat(config.reward.model_dump(mode="json"), "reward.")
-    acts_in = config.environment if config.environment.kind != "single_turn" else None
+    if config.environment.kind != "single_turn":
+        scored |= flat(config.environment.model_dump(mode="json"), "environment.")
     return {
-        **(flat(acts_in.model_dump(mode="json"), "environment.") if acts_in else {}),
         **flat(sampled, "sampling."),
         "sampling.has_greedy": config.algorithm.advantage.has_greedy,
         **{name: value for name, value in scored.items() if not may_change_at_resume(RunConfig, name)},

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_mega.engines.protocol import Generation
-from dapo_mega.environments.base import Environment, Generate
+from dapo_mega.environments.base import Begun, Environment, EnvironmentFailure, Generate, Progress
 from dapo_mega.trajectory_records import Arrays, Record, pack_trajectories, unpack_trajectories
 from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, Trajectory
 
 
 @dataclass(eq=False)
 class OpenGroup:
-    """A group from its first request until a step counts it. `trajectories` are those that are complete, by request id.
+    """A group from its first request until a step counts it. `trajectories` are those that are complete, by request id,
+    `progress` how far others are, and `failed` has those whose environment failed.
 
     `result` is what it came to: the group with scored trajectories, or the fate of one whose request failed or that
     could not be scored. `task` rolls it out, `is_kept` says whether it counts as one that a step can use."""
@@ -23,9 +24,11 @@ class OpenGroup:
     prompt: Prompt
     requests: tuple[GenerationRequest, ...]
     trajectories: dict[int, Trajectory] = field(default_factory=dict)
+    progress: dict[int, Progress] = field(default_factory=dict)
     result: Group | GroupFate | None = None
     is_kept: bool = True
     task: asyncio.Task[None] | None = None
+    failed: list[Trajectory] = field(default_factory=list)
     _under_way: dict[int, Generation] = field(default_factory=dict)
 
     @property
@@ -37,6 +40,16 @@ class OpenGroup:
     def is_complete(self) -> bool:
         """Whether all trajectories are there."""
         return len(self.trajectories) == len(self.requests)
+
+    @property
+    def unscored(self) -> tuple[Trajectory, ...]:
+        """What there is of it where it is given up."""
+        return (*self.trajectories.values(), *self.failed)
+
+    def copy(self) -> OpenGroup:
+        """It as it is now, without what rolls it out."""
+        progress = {number: Progress(each.begun) for number, each in self.progress.items() if each.begun}
+        return OpenGroup(self.prompt, self.requests, dict(self.trajectories), progress)
 
     def members(self) -> tuple[Trajectory, ...]:
         """All trajectories, in the order of the requests."""
@@ -50,8 +63,13 @@ class OpenGroup:
                 generation = self._under_way[request.request_id] = generate(of_turn)
                 return generation
 
-            found = await environment.run(self.prompt, request, noted)
-            del self._under_way[request.request_id]
+            progress = self.progress.setdefault(request.request_id, Progress())
+            try:
+                found = await environment.run(self.prompt, request, noted, progress)
+            except EnvironmentFailure as failure:
+                self.failed += [failure.trajectory] if failure.trajectory else []
+                raise
+            del self._under_way[request.request_id], self.progress[request.request_id]
             self.trajectories[request.request_id] = found
 
         missing = [request for request in self.requests if request.request_id not in self.trajectories]
@@ -66,23 +84,34 @@ class OpenGroup:
         """The oldest weights of any of its tokens, unfinished ones included, or that would sample its first one now;
         infinity if it was not started. The time of its start does not count, as requests may wait unsampled."""
         versions: list[float] = [trajectory.weight_version for trajectory in self.trajectories.values()]
+        versions += [each.begun.trajectory.weight_version for each in self.progress.values() if each.begun]
         versions += [generation.oldest_version() for generation in self._under_way.values()]
         return min(versions, default=float("inf"))
 
 
 def pack_open(groups: Sequence[OpenGroup]) -> tuple[list[Record], Arrays]:
-    """JSON records of the groups, and arrays `in_flight/...` of their trajectories so far."""
+    """JSON records of the groups, and arrays of their trajectories so far: `in_flight/...` of those that are complete,
+    and `begun/...` of others, if there are any."""
     packed, arrays = pack_trajectories([t for group in groups for t in group.trajectories.values()], "in_flight")
+    begun = [each.begun for group in groups for each in group.progress.values() if each.begun]
+    packed_begun, begun_arrays = pack_trajectories([each.trajectory for each in begun], "begun")
     trajectories = iter(packed)
+    others = iter(
+        [
+            {**record, "observations": list(each.observations), "snapshot": each.snapshot}
+            for record, each in zip(packed_begun, begun, strict=True)
+        ]
+    )
     records = [
         {
             "prompt": group.prompt.index,
             "request_ids": [request.request_id for request in group.requests],
             "responses": [next(trajectories) for _ in group.trajectories],
+            **({"begun": [next(others) for _ in group.progress]} if group.progress else {}),
         }
         for group in groups
     ]
-    return records, arrays
+    return records, {**arrays, **begun_arrays} if begun else arrays
 
 
 def unpack_open(
@@ -93,14 +122,20 @@ def unpack_open(
     *,
     keeps_trajectories: bool = True,
 ) -> list[OpenGroup]:
-    """The inverse of `pack_open`, with or without the trajectories: the groups ask again, with the same ids, for those
-    that are missing."""
+    """The inverse of `pack_open` of copies, with or without the trajectories: the groups ask again, with the same ids,
+    for what is missing."""
     saved = [trajectory for record in records for trajectory in record["responses"]]
     trajectories = iter(unpack_trajectories(saved, arrays, "in_flight", Trajectory))
+    saved = [trajectory for record in records for trajectory in record.get("begun", [])]
+    begun = iter(unpack_trajectories(saved, arrays, "begun", Trajectory))
     groups = []
     for record in records:
         prompt = prompts[record["prompt"]]
         present = {saved["request_id"]: next(trajectories) for saved in record["responses"]}
+        progress = {
+            saved["request_id"]: Progress(Begun(next(begun), tuple(saved["observations"]), saved["snapshot"]))
+            for saved in record.get("begun", [])
+        }
         requests = tuple(make_requests(record["request_ids"], prompt))
-        groups.append(OpenGroup(prompt, requests, present if keeps_trajectories else {}))
+        groups.append(OpenGroup(prompt, requests, *((present, progress) if keeps_trajectories else ())))
     return groups

@@ -25,7 +25,9 @@ from dapo_mega.data.preview import preview_run
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.engines.embedded.fleet import EmbeddedFleet
 from dapo_mega.engines.protocol import RolloutFleet
-from dapo_mega.environments.turns import make_environment
+from dapo_mega.environments.base import Environment
+from dapo_mega.environments.build import make_environment, try_environment
+from dapo_mega.environments.turns import task_of
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.evaluator import Evaluator, make_evaluator
 from dapo_mega.megatron.layer_specs import check_compute
@@ -104,6 +106,7 @@ class TrainingRun:
     trainer: Trainer
     fleet: RolloutFleet
     weight_sync: WeightSync
+    environment: Environment
     collector: Collector
     evaluator: Evaluator | None
     beside: BesideTraining | None
@@ -135,17 +138,20 @@ def read_inputs(config: RunConfig) -> RunInputs:
     """Read the run's inputs, on every rank. Raises InputError before any rank waits for another."""
     cards = dataset_cards(config) if is_rank_zero() else {}
     tokenizer = load_tokenizer(config.model.path)
-    train_prompts = load_training_prompts(config.data, tokenizer)
+    environment, render = make_environment(config, tokenizer)
+    environment.close()
+    train_prompts = load_training_prompts(config.data, tokenizer, render)
     evaluation_prompts = None
     if config.data.evaluation:
-        evaluation_prompts = load_evaluation_prompts(config.data, tokenizer)
+        evaluation_prompts = load_evaluation_prompts(config.data, tokenizer, render)
     arch = load_architecture(Path(config.model.path))[1]
     check_routing(config, arch)
     check_compute(arch, config.model, config.compute)
     try_own_code(config.own_code.values(), config.batch.group_size)
     if isinstance(order := config.data.sampling.order, OwnOrder):
         order.of_epoch(OrderedPrompts(train_prompts.prompts, config.seed), 0)
-    preview = preview_run(config, tokenizer) if is_rank_zero() else ""
+    try_environment(config, task_of(train_prompts.prompts[0]))
+    preview = preview_run(config, tokenizer, render=render) if is_rank_zero() else ""
     return RunInputs(tokenizer, train_prompts, evaluation_prompts, cards, preview)
 
 
@@ -193,7 +199,7 @@ def build_run(
     scorer = ResponseScorer(
         config.reward, rewards.training, decode, config.batch.groups_per_step * config.batch.group_size
     )
-    environment = make_environment(config, inputs.tokenizer)
+    environment, _ = make_environment(config, inputs.tokenizer)
     prompts = inputs.train_prompts.prompts
     evaluator = beside = None
     if inputs.evaluation_prompts:
@@ -208,6 +214,7 @@ def build_run(
         trainer=trainer,
         fleet=fleet,
         weight_sync=weight_sync,
+        environment=environment,
         collector=Collector(config, prompts, fleet, scorer, stop_token_ids, activity, environment),
         evaluator=evaluator,
         beside=beside,

@@ -162,6 +162,7 @@ def command_run(
         status.completed_step = lambda: run.step
         write_run_record(config, inputs.cards)
         log_functions(rewards.training, folder / "reward_output.log")
+        run.environment.log_to(folder / "environment_output.log")
         stack.enter_context(run.progress)
         if newest:
             run.progress.message(f"resuming {folder} after step {start_step}")
@@ -192,6 +193,7 @@ def close(run: TrainingRun) -> None:
         run.beside.close()
     run.fleet.close()
     run.rewards.close()
+    run.environment.close()
     if run.recorder:
         run.recorder.close()
     if run.writer:  # Last, as it may wait for trackers.

@@ -38,7 +38,7 @@ from dapo_mega.engines.sglang.api import generate_payload
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.versions import WeightVersion
-from dapo_mega.environments.base import SINGLE_TURN, Generate, SingleTurn
+from dapo_mega.environments.base import SINGLE_TURN, Generate, Progress, SingleTurn
 from dapo_mega.errors import InputError
 from dapo_mega.rollout.groups import OpenGroup
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, SamplingParams, Trajectory
@@ -98,8 +98,10 @@ class _Noting(SingleTurn):
     def __init__(self) -> None:
         self.order: list[int] = []
 
-    async def run(self, prompt: Prompt, request: GenerationRequest, generate: Generate) -> Trajectory:
-        trajectory = await super().run(prompt, request, generate)
+    async def run(
+        self, prompt: Prompt, request: GenerationRequest, generate: Generate, progress: Progress
+    ) -> Trajectory:
+        trajectory = await super().run(prompt, request, generate, progress)
         self.order.append(request.request_id)
         return trajectory
 

@@ -178,7 +178,7 @@ def interrupted(deadline, descriptor):
 
 @pytest.mark.parametrize("moment", ["started", "asked"])
 def test_a_call_is_over_when_its_reward_is_closed_or_interrupted(moment, monkeypatch):
-    worker = WorkerProcess("function_worker", {"path": f"{OWN}:fragile", "memory_limit_mib": 4096})
+    worker = WorkerProcess("rewards.function_worker", {"path": f"{OWN}:fragile", "memory_limit_mib": 4096})
     if moment == "started":
         popen = subprocess.Popen
 

@@ -1,0 +1,165 @@
+"""The program of a process in which environments live, each in a thread of its own for all its life.
+
+It is started by `WorkerProcess`, as that of reward functions is. Calls arrive pickled, as (environment, method,
+arguments), and answers leave as JSON when they are there, in any order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ctypes
+import inspect
+import os
+import pickle
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Final
+
+from dapo_mega.algorithms.own_code import MisuseError, check_call, described, load_function
+from dapo_mega.rewards.keeper import keep
+from dapo_mega.rewards.processes import NUMBER
+from dapo_mega.rewards.sandbox.frames import FrameError, framed, read_body, write_all, write_frame
+from dapo_mega.rewards.worker import limit_memory
+
+_MAX_DETAIL_CHARACTERS: Final = 20_000
+_STACK_BYTES: Final = 2**20
+_M_ARENA_MAX: Final = -8
+
+_Call = tuple[int, str, tuple[Any, ...]]
+
+
+def main(requests_fd: int, answers_fd: int, lifeline_fd: int, source: Mapping[str, Any], memory_limit_mib: int) -> None:
+    """Serve until the trainer closes the pipe of requests."""
+    serve = partial(_serve, requests_fd, answers_fd, source, memory_limit_mib)
+    keep(serve, requests_fd, answers_fd, lifeline_fd)
+
+
+def _serve(requests: int, answers: int, source: Mapping[str, Any], memory_limit_mib: int) -> None:
+    try:
+        make = _factory(**source)
+    except MisuseError as error:
+        write_frame(answers, {"misuse": str(error), "number": 0})
+        return
+    # A thousand threads' stacks and heaps are to stay far below the limit, which is of the address space.
+    threading.stack_size(_STACK_BYTES)
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+    limit_memory(memory_limit_mib)
+    answer = _Answers(answers)
+    answer(0, {"ready": True})
+    environments: dict[int, SimpleQueue[_Call]] = {}
+    while (request := read_body(requests, 2**32)) is not None:
+        (number,) = NUMBER.unpack_from(request)
+        environment, method, arguments = pickle.loads(memoryview(request)[NUMBER.size :])
+        if method == "make":
+            calls = environments[environment] = SimpleQueue()
+            live = _Life(make, source["path"], calls, answer).run
+            threading.Thread(target=live, name=f"environment {environment}", daemon=True).start()
+        calls = environments.pop(environment) if method == "close" else environments[environment]
+        calls.put((number, method, arguments))
+
+
+def _factory(path: str, settings: Mapping[str, Any]) -> Callable[[], Any]:
+    """What makes an environment. Raises MisuseError."""
+    function = load_function(path, before_others=True)
+    check_call(function, (), settings)
+    return partial(function, **settings)
+
+
+class _Answers:
+    """Writes answers whole, from any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def __call__(self, number: int, answer: Mapping[str, Any]) -> None:
+        if os.getpid() != self._pid:  # A fork of the environment's that came back.
+            os._exit(1)
+        try:
+            frame = framed({**answer, "number": number})
+        except (TypeError, ValueError, RecursionError) as error:
+            frame = framed({"misuse": f"it returned what is not plain data: {error}", "number": number})
+        except FrameError as error:
+            frame = framed({"failure": f"it returned too much: {error}", "detail": "", "number": number})
+        with self._lock:
+            write_all(self._descriptor, frame)
+
+
+class _Life:
+    """One environment, from `make` to `close`."""
+
+    def __init__(self, make: Callable[[], Any], path: str, calls: SimpleQueue[_Call], answer: _Answers) -> None:
+        self._make = make
+        self._file = path.rpartition(":")[0]
+        self._calls = calls
+        self._answer = answer
+        self._made: Any = None
+        self._runner: asyncio.Runner | None = None
+
+    def run(self) -> None:
+        """Make each call when it comes."""
+        method = ""
+        while method != "close":
+            number, method, arguments = self._calls.get()
+            try:
+                answer = self._call(method, *arguments)
+            except MisuseError as error:
+                answer = {"misuse": str(error)}
+            except BaseException as error:  # SystemExit of the environment too.
+                detail = "".join(traceback.format_exception(error))[-_MAX_DETAIL_CHARACTERS:]
+                where = "it" if method == "make" else f"its method {method}"
+                answer = {"failure": f"{where} raises {described(error, self._file)}", "detail": detail}
+            self._answer(number, answer)
+        if self._runner:
+            self._runner.close()
+
+    def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
+        if method == "make":
+            self._made = self._make()
+            missing = [name for name in ("reset", "step") if not callable(getattr(self._made, name, None))]
+            if missing:
+                raise MisuseError(f"what it makes has no method {missing[0]}")
+            if self._writes_snapshots != hasattr(self._made, "restore"):
+                raise MisuseError("it has one of the methods snapshot and restore; give it both, or none")
+            return {"tools": _plain(getattr(self._made, "tools", None) or [])}
+        if method == "close":
+            if hasattr(self._made, "close"):
+                self._result(self._made.close())
+            return {}
+        if method == "restore":
+            self._result(self._made.restore(base64.b64decode(arguments[0])))
+            return {}
+        observation = _plain(self._result(getattr(self._made, method)(*arguments)))
+        state = self._result(self._made.snapshot()) if self._writes_snapshots else b""
+        if not isinstance(state, bytes):
+            raise MisuseError(f"its method snapshot returned {type(state).__name__}; it must return bytes")
+        return {"observation": observation, "snapshot": base64.b64encode(state).decode()}
+
+    @property
+    def _writes_snapshots(self) -> bool:
+        return hasattr(self._made, "snapshot")
+
+    def _result(self, returned: Any) -> Any:
+        """What a method returned, also one that is a coroutine."""
+        if not inspect.isawaitable(returned):
+            return returned
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(_wait_for(returned))
+
+
+async def _wait_for(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _plain(value: Any) -> Any:
+    """The value with numbers and arrays of numpy and torch as plain ones."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
