@@ -59,6 +59,8 @@ setup(
     },
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.8,<2.12"],
+        # httpx is imported by renderers 0.1.12, which does not ask for it.
+        "renderers": ["renderers>=0.1.12,<0.2", "httpx>=0.27,<1"],
         "language": ["py3langid>=0.4,<1"],
         "wandb": TRACKERS["wandb"],
         "mlflow": TRACKERS["mlflow"],

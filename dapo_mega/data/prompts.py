@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import islice
@@ -26,6 +26,10 @@ from dapo_mega.types import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Render = Callable[[Sequence[Mapping[str, str]], Any], str]
+"""Makes the text of a prompt from its turns and the tokenizer, None without a chat template. For an environment with
+tools: `functools.partial(render_messages, tools=..., add_generation_prompt=False)`."""
 
 _TOKENIZER_BATCH = 512
 
@@ -95,7 +99,9 @@ class TrainingPrompts:
     datasets: Mapping[str, PromptDataset]
 
 
-def load_training_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingPrompts:
+def load_training_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, render: Render = render_messages
+) -> TrainingPrompts:
     """The datasets to train on, one after the other. A row without a data source has its dataset's name there.
 
     A prompt that two datasets have stays in both. Raises `InputError` as `load_prompts` does.
@@ -104,7 +110,8 @@ def load_training_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase
     prompts: list[Prompt] = []
     for name, dataset in config.training.items():
         try:
-            datasets[name] = load_prompts(dataset, tokenizer, config.max_prompt_tokens, config.long_prompts)
+            limits = config.max_prompt_tokens, config.long_prompts
+            datasets[name] = load_prompts(dataset, tokenizer, *limits, render=render)
         except InputError as error:
             raise InputError(f"{config.key_of(name)}: {error}") from error
         for prompt in datasets[name].prompts:
@@ -113,11 +120,14 @@ def load_training_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase
     return TrainingPrompts(tuple(prompts), datasets)
 
 
-def load_evaluation_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def load_evaluation_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, render: Render = render_messages
+) -> PromptDataset:
     """The prompts of `data.evaluation`, which is given. Raises `InputError` as `load_prompts` does."""
     assert config.evaluation
     try:
-        return load_prompts(config.evaluation, tokenizer, config.max_prompt_tokens, config.long_prompts)
+        limits = config.max_prompt_tokens, config.long_prompts
+        return load_prompts(config.evaluation, tokenizer, *limits, render=render)
     except InputError as error:
         raise InputError(f"data.evaluation: {error}") from error
 
@@ -128,6 +138,7 @@ def load_prompts(
     max_prompt_tokens: int,
     long_prompts: Literal["refuse", "drop"] = "refuse",
     too_long: str = "over data.max_prompt_tokens={limit}; raise it, or set data.long_prompts=drop",
+    render: Render = render_messages,
 ) -> PromptDataset:
     """Read, render, deduplicate (by rendered text, the first row stays) and tokenise the prompts of a dataset.
 
@@ -139,7 +150,7 @@ def load_prompts(
     compared with, a prompt over `max_prompt_tokens` (unless `long_prompts` is "drop"), a prompt with characters
     that the tokenizer does not know, and a dataset that leaves nothing to ask.
     """
-    questions, num_rows, num_conflicting = _read_questions(config, tokenizer)
+    questions, num_rows, num_conflicting = _read_questions(config, tokenizer, render)
     if not num_rows:
         raise InputError(f"dataset {config.path} has no rows; give one with prompts")
     prompts = _tokenized(questions, config, tokenizer, max_prompt_tokens, None if long_prompts == "drop" else too_long)
@@ -225,13 +236,18 @@ def first_record(config: DatasetConfig) -> RewardRecord | None:
 
 
 def first_rows(
-    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int | None, *, has_responses: bool = False
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    num_rows: int | None,
+    *,
+    has_responses: bool = False,
+    render: Render = render_messages,
 ) -> list[RenderedRow]:
     """The first rows, or all, rendered and tokenised as `load_prompts` and `load_demonstrations` do it, whatever their
     length. Raises `InputError` as they do."""
     rows = []
     for row in islice(read_rows(config), num_rows):
-        text = _prompt_text(row, config, tokenizer)
+        _, _, text = _prompt(row, config, tokenizer, render)
         before = "\n".join(turn["content"] for turn in as_messages(row.value(config.columns.prompt, "columns.prompt")))
         (token_ids,) = _encode([row], [text], tokenizer, not config.chat_template)
         response = None
@@ -242,13 +258,15 @@ def first_rows(
     return rows
 
 
-def _read_questions(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[_Question], int, int]:
+def _read_questions(
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, render: Render
+) -> tuple[list[_Question], int, int]:
     """The distinct questions, the number of rows read, and the number of repeated rows that contradict the first."""
     questions: dict[Any, _Question] = {}
     num_rows = num_conflicting = 0
     template_text(config.template)  # A template that does not exist is refused before any file is read.
     for row in read_rows(config):
-        problem, messages, text = _prompt(row, config, tokenizer)
+        problem, messages, text = _prompt(row, config, tokenizer, render)
         truth = ground_truth_text(row, config)
         key = text if config.deduplicate else num_rows
         num_rows += 1
@@ -304,13 +322,13 @@ def _prompt_text(row: Row, config: DatasetConfig, tokenizer: PreTrainedTokenizer
 
 
 def _prompt(
-    row: Row, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None
+    row: Row, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None, render: Render = render_messages
 ) -> tuple[str, list[dict[str, str]], str]:
     """The problem, the turns, and the text that the policy is asked."""
     prompt = row.value(config.columns.prompt, "columns.prompt")
     try:
         problem, messages = templated_messages(prompt, config.template)
-        text = render_messages(messages, tokenizer if config.chat_template else None)
+        text = render(messages, tokenizer if config.chat_template else None)
     except InputError as error:
         raise InputError(f"{row.where}: {error}") from error
     if not problem.strip():

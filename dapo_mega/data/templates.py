@@ -171,20 +171,46 @@ def templated_messages(prompt: Any, template: str) -> tuple[str, list[dict[str, 
     return problem, messages
 
 
-def render_messages(messages: Sequence[Message], chat_tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+def render_messages(
+    messages: Sequence[Mapping[str, Any]],
+    chat_tokenizer: PreTrainedTokenizerBase | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    add_generation_prompt: bool = True,
+) -> str:
     """The text given to the policy for these turns.
 
-    With `chat_tokenizer` they go through its chat template and end where the answer starts; without it their contents
-    are joined by newlines.
+    With `chat_tokenizer` they go through its chat template, with the schemas of `tools`, and end where the answer
+    starts, or without the generation prompt behind the last turn; without it their contents are joined by newlines.
+    Raises `InputError` where the template refuses them or does not show the tools.
     """
     if chat_tokenizer is None:
         return "\n".join(message["content"] for message in messages)
     if chat_tokenizer.chat_template is None:
         raise InputError("chat_template=true, but the tokenizer has no chat template; set it to false")
+    text = chat_text(messages, chat_tokenizer, tools, add_generation_prompt)
+    if tools and text == chat_text(messages, chat_tokenizer, (), add_generation_prompt):
+        raise InputError(
+            f"the chat template of {chat_tokenizer.name_or_path} does not show tools: it writes the same prompt "
+            f"without them; use a template that takes tools, or an environment without"
+        )
+    return text
+
+
+def chat_text(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+) -> str:
+    """What the chat template makes of these turns. Raises `InputError` where it refuses them."""
     from jinja2 import TemplateError
 
     try:
-        return str(chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        )
     except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         roles, reason = ", ".join(message["role"] for message in messages), " ".join(str(error).split())[:200]
         raise InputError(

@@ -127,10 +127,10 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def decoder(tokenizer: Any) -> Decode:
-    """Responses as text, without special tokens except those that enclose thoughts."""
+def decoder(tokenizer: Any, tags: Sequence[str] = ()) -> Decode:
+    """Responses as text, without special tokens except those that enclose thoughts, and `tags`."""
     special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    kept = {i for i, content in special.items() if is_part_of_tag(content)}
+    kept = {i for i, content in special.items() if is_part_of_tag(content) or content in tags}
     skipped = {*special, *tokenizer.all_special_ids} - kept if kept else set()
 
     def decode(responses: Sequence[TokenIds]) -> list[str]:

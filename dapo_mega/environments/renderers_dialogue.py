@@ -1,0 +1,111 @@
+"""Templates that the library `renderers` knows (an extra of this package), behind the protocol of dialogues."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dapo_mega.data.templates import chat_text, render_messages
+from dapo_mega.environments.dialogues import CALLED, USER, Dialogue, Messages, answer, named
+from dapo_mega.environments.inert_text import CUT, InertEncoder
+from dapo_mega.environments.markup import Read, call_of
+from dapo_mega.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RenderersDialogue(Dialogue):
+    """What the library `renderers` knows of a model's template. It reads special tokens out of messages: they are cut
+    in two before."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Messages = ()) -> None:
+        self.tools = list(tools)
+        self._tokenizer = tokenizer
+        self._encoder = InertEncoder(tokenizer)
+        self._renderer = self._chosen()
+
+    def opening(self, row_messages: Messages, messages: Messages) -> list[int]:
+        row = self._render(row_messages, False)
+        text = render_messages(row_messages, self._tokenizer, self.tools, add_generation_prompt=False)
+        if row != self._encoder.ids(text):
+            raise InputError("the library renderers writes another prompt than the tokenizer's chat template")
+        ids = self._inert(row, messages, lambda shown: self._render([*row_messages, *shown], True))
+        if ids is None:
+            raise InputError("the library renderers changes a row's prompt where the messages of `reset` follow it")
+        return ids
+
+    def read(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Read:
+        prompt, sampled = [int(i) for i in prompt_ids], [int(i) for i in sampled_ids]
+        parsed = self._renderer.parse_response(sampled, tools=self.tools or None, prompt_ids=prompt)
+        calls: list[dict[str, Any]] = []
+        for call in parsed.tool_calls:
+            problems = {"ok": "", "unknown_tool": "", "unclosed_block": "unclosed", "missing_name": "no_name"}
+            problem = problems.get(str(call.status), "bad_json")
+            calls.append(call_of(len(calls), call.name, call.arguments, problem) | ({"id": call.id} if call.id else {}))
+        return Read(parsed.content, parsed.reasoning_content or "", calls)
+
+    def extend(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], messages: Messages) -> list[int] | None:
+        prompt, sampled = [int(i) for i in prompt_ids], [int(i) for i in sampled_ids]
+
+        def bridged(shown: Messages) -> list[int]:
+            bridge = self._renderer.bridge_to_next_turn(prompt, sampled, shown, tools=self.tools or None)
+            return [] if bridge is None else list(bridge.token_ids)
+
+        return self._inert([*prompt, *sampled], messages, bridged)
+
+    def _render(self, messages: Messages, add_generation_prompt: bool) -> list[int]:
+        ids = self._renderer.render_ids(
+            list(messages), tools=self.tools or None, add_generation_prompt=add_generation_prompt
+        )
+        return list(ids)
+
+    def _chosen(self) -> Any:
+        """The renderer of the model's name, or else the first that writes what the chat template writes."""
+        try:
+            import renderers.base
+            import renderers.configs
+        except ImportError as error:
+            raise InputError(
+                f"dialogue: renderers needs a library; pip install 'dapo_mega[renderers]' ({error})"
+            ) from error
+        known = [[USER], [USER, answer(), USER], *([[USER, answer([CALLED]), CALLED]] if self.tools else [])]
+        name = renderers.base.MODEL_RENDERER_MAP.get(self._tokenizer.name_or_path)
+        renderers.base._populate_registry()
+        for kind in [name] if name else [kind for kind in renderers.base.RENDERER_REGISTRY if kind != "default"]:
+            config = renderers.configs._config_class_for(kind)(thinking_retention="all")
+            with contextlib.suppress(Exception):  # A renderer for other tokens fails in ways of its own.
+                self._renderer = renderers.create_renderer(self._encoder.tokenizer, config)
+                if name or all(map(self._writes, known)):
+                    return self._renderer
+        raise InputError(
+            f"the library renderers has none that writes what the chat template of {self._tokenizer.name_or_path} "
+            f"writes; use another template, or dialogue: auto"
+        )
+
+    def _writes(self, messages: Messages) -> bool:
+        """Whether the renderer writes what the template does."""
+        text = chat_text(messages, self._tokenizer, self.tools, True)
+        return self._render(messages, True) == self._encoder.ids(text)
+
+    def _inert(self, before: list[int], messages: Messages, make: Callable[[Messages], list[int]]) -> list[int] | None:
+        """What `make` adds for these messages, if it has no more control tokens than for harmless ones."""
+        given = [named(message) for message in messages]
+        parts = [self._encoder.parts([(message["content"], True)])[0] for message in messages]
+        cut = [message | {"content": CUT.join(part)} for message, part in zip(given, parts, strict=True)]
+        harmless = [message | {"content": "x" if message["content"].strip() else ""} for message in given]
+        expected = self._encoder.controls(make(harmless)[len(before) :])
+        for shown in (cut, given):  # Some renderers, as gpt-oss', do not read special tokens, thus not the cuts.
+            ids = make(shown)
+            added = ids[len(before) :]
+            kept = [i for i in added if i != self._encoder.cut]
+            num_cuts = sum(len(part) - 1 for part in parts) if shown is cut else 0
+            if (
+                ids[: len(before)] == before
+                and added
+                and self._encoder.controls(kept) == expected
+                and len(kept) + num_cuts == len(added)
+            ):
+                return kept
+        return None
