@@ -42,6 +42,7 @@ class _Process:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._starting: asyncio.Task[None] | None = None
         self._writer: asyncio.WriteTransport | None = None
+        self._reading: asyncio.Task[None] | None = None
         self.num_open = 0
         self.is_retired = False
         self.kill = self._worker.kill
@@ -103,12 +104,18 @@ class _Process:
             if not waiting.done():
                 waiting.set_exception(CallError(reason, self._worker.printed()))
 
+    async def gone(self) -> None:
+        """End the process, and wait until nobody waits for it."""
+        await self.end()
+        if self._reading:
+            await self._reading
+
     async def end(self, wait_s: float = 0.0) -> int | None:
         """End the process, after waiting so long for it to end by itself; returns its exit status if it did."""
         self.is_retired = True
-        if self._writer:
+        if self._writer and not self._writer.is_closing():  # It closes when the process does.
             self._writer.abort()
-            self._writer = None
+        self._writer = None
         return await asyncio.to_thread(self._worker.stop, wait_s)
 
 
@@ -209,7 +216,7 @@ class EnvironmentPool:
                 if is_over:
                     self._processes.remove(process)
             if is_over:
-                await process.end()
+                await process.gone()
 
         if not self._closed:
             self._closing.add(closing := asyncio.run_coroutine_threadsafe(close(), self._loop))
@@ -224,7 +231,7 @@ class EnvironmentPool:
         wait(self._closing, min(_CLOSE_LIMIT_S, self._limit_s))
         for process in self._processes:
             process.kill()
-        ended = [asyncio.run_coroutine_threadsafe(process.end(), self._loop) for process in self._processes]
+        ended = [asyncio.run_coroutine_threadsafe(process.gone(), self._loop) for process in self._processes]
         wait(ended, _CLOSE_LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._output.close()

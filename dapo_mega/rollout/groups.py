@@ -69,7 +69,8 @@ class OpenGroup:
             except EnvironmentFailure as failure:
                 self.failed += [failure.trajectory] if failure.trajectory else []
                 raise
-            del self._under_way[request.request_id], self.progress[request.request_id]
+            self._under_way.pop(request.request_id, None)  # One that goes on may need no turn more.
+            del self.progress[request.request_id]
             self.trajectories[request.request_id] = found
 
         missing = [request for request in self.requests if request.request_id not in self.trajectories]
