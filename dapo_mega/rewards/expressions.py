@@ -62,6 +62,12 @@ def compare_expressions(candidate: str, truth: str, tolerance: float = 0.0) -> b
     return _compare_at_points(first, second, tuple(sorted(letters)))
 
 
+def value_of(text: str) -> Any | None:
+    """The value of an expression without letters, to `DIGITS` digits; None where it is not read or has none."""
+    tokens = _tokens(text)
+    return None if tokens is None or _letters(tokens) else _value_at(tokens, (), 0)
+
+
 def _compare_constants(candidate: str, truth: str, first: Any, second: Any, tolerance: float) -> bool | None:
     if first is None or second is None:
         return None
