@@ -52,7 +52,7 @@ class OwnCode(Section):
 
     def unusable(self, problem: object) -> InputError:
         """The error of code that cannot be used."""
-        return InputError(f"{self.key}: {self.path}: {problem}")
+        return InputError(f"{self.key}: {self.path or self.kind}: {problem}")
 
     def try_out(self, group_size: int) -> None:
         """Call the code with something made up. Raises InputError if it cannot be used."""

@@ -23,8 +23,16 @@ class MisuseError(Exception):
 
 
 def load_function(path: str, *, before_others: bool = False) -> Callable[..., Any]:
+    """What stands under this name, as `load_value`. Raises MisuseError if there is nothing to call."""
+    function = load_value(path, before_others=before_others)
+    if not callable(function):
+        raise MisuseError(f"it is {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def load_value(path: str, *, before_others: bool = False) -> Any:
     """What stands under this name. Its folder is looked in for what it imports: `before_others`, in a process of its
-    own, or after all other folders. Raises MisuseError if there is nothing to call."""
+    own, or after all other folders. Raises MisuseError if there is nothing."""
     place, _, name = path.rpartition(":")
     module = _load_module(place, before_others=before_others)
     function = getattr(module, name, None)
@@ -33,9 +41,7 @@ def load_function(path: str, *, before_others: bool = False) -> Callable[..., An
         near = get_close_matches(name, own, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own) or 'no functions'}"
         raise MisuseError(f"there is no {name!r}; {hint}")
-    if not callable(function):
-        raise MisuseError(f"it is {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def check_call(function: Callable[..., Any], given: tuple[str, ...], settings: Mapping[str, Any]) -> None:

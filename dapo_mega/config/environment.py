@@ -8,6 +8,7 @@ from pydantic import Field
 
 from dapo_mega.algorithms.own import OwnCode
 from dapo_mega.config.base import FREE, Section
+from dapo_mega.declared import FunctionPath, FunctionPathOrNone
 
 
 class SingleTurnEnvironment(Section):
@@ -20,6 +21,10 @@ class OwnEnvironment(OwnCode):
     """An environment of your own: what makes an object for every trajectory, with the methods `reset(task, seed)` and
     `step(action)`, both of which return an observation, and perhaps `close()`, `snapshot()` and `restore(state)`."""
 
+    path: FunctionPath = Field(
+        description="FILE.py:NAME, relative to this file, or package.module:NAME, of a class or a function, which is "
+        "called with the settings in a process of its own."
+    )
     max_turns: int = Field(default=8, ge=1, description="Turns of the policy in a trajectory at most.")
     max_turn_tokens: int | None = Field(
         default=None, ge=1, description="Longest turn of the policy in tokens; null: what is left of the trajectory."
@@ -66,11 +71,39 @@ class OwnEnvironment(OwnCode):
 
     @property
     def source(self) -> dict[str, Any]:
-        """What the processes are told of what to make."""
-        return {"path": self.path, "settings": self.settings}
+        """What the processes are told of what to make: `path` is called with the settings, and what `tools` names."""
+        return {"path": self.path, "settings": self.settings, "tools": None}
 
     def try_out(self, group_size: int) -> None:
         """Nothing: it is tried in a process of its own, with a row of the data."""
 
 
-EnvironmentChoice = SingleTurnEnvironment | OwnEnvironment
+class ToolsEnvironment(OwnEnvironment):
+    """Tools that the policy calls, until it takes a turn without a call: functions of your own, the public methods of a
+    class, and built-in ones."""
+
+    kind: Literal["tools"] = Field(default="tools", description="tools: functions that the policy calls.")  # type: ignore[assignment]
+    path: FunctionPathOrNone = Field(  # type: ignore[assignment]
+        default=None,
+        description="FILE.py:NAME, relative to this file, or package.module:NAME, of a function, a list of functions, "
+        "or a class, which is made with the settings for every trajectory; null: built-in tools alone.",
+    )
+    built_in: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Tools of the package with their settings: calculator, and python (time_limit_s, memory_limit_mib, "
+        "modules), which runs programs in a sandbox.",
+    )
+    max_unreadable: int = Field(
+        default=3, ge=1, description="Turns in a row of which no call could be read that end a trajectory."
+    )
+    max_result_characters: int = Field(
+        default=4000, ge=100, description="A longer result of a tool is cut in its middle."
+    )
+
+    @property
+    def source(self) -> dict[str, Any]:
+        settings = self.model_dump(include={"settings", "built_in", "max_unreadable", "max_result_characters"})
+        return {"path": "dapo_mega.environments.tools:ToolEnvironment", "settings": settings, "tools": self.path}
+
+
+EnvironmentChoice = SingleTurnEnvironment | OwnEnvironment | ToolsEnvironment

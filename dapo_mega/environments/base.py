@@ -35,7 +35,7 @@ class Progress:
     begun: Begun | None = None
 
 
-class EnvironmentFailure(GenerationFailure):
+class TrajectoryFailure(GenerationFailure):
     """An environment that failed more often than it may be tried again; never turned into a reward. `trajectory` is
     what there was until then, if the policy had a turn."""
 
@@ -53,6 +53,10 @@ class Environment(Protocol):
     ) -> Trajectory:
         """The trajectory that begins with this request, which asks the prompt, or goes on where `progress` is, and
         keeps it up to date. Raises GenerationFailure when a request or the environment fails."""
+
+    def apart(self) -> Environment:
+        """The same for trajectories that are not counted with those of this one."""
+        return self
 
     def pop_metrics(self) -> dict[str, float]:
         """How it went since the last call, which ends a step."""

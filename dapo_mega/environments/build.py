@@ -78,7 +78,7 @@ async def _trial(own: OwnEnvironment, pool: EnvironmentPool, task: Mapping[str, 
                 "that fail or are interrupted begin anew; draw from a generator of its own that is made of the seed "
                 "(no module's random numbers, which all environments of a process share), or give it the methods "
                 "snapshot and restore",
-                own.path,
+                own.path or own.kind,
                 call[0],
                 first,
                 second,

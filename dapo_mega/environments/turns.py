@@ -20,7 +20,7 @@ import numpy as np
 
 from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.config.environment import OwnEnvironment
-from dapo_mega.environments.base import Begun, Environment, EnvironmentFailure, Generate, Progress
+from dapo_mega.environments.base import Begun, Environment, Generate, Progress, TrajectoryFailure
 from dapo_mega.environments.dialogues import Dialogue
 from dapo_mega.environments.observations import Observation
 from dapo_mega.environments.pool import EnvironmentPool, LiveEnvironment
@@ -95,6 +95,10 @@ class Turns(Environment):
             self._num_open -= 1
             self._counts.events[became] += 1
 
+    def apart(self) -> Turns:
+        """See `Environment`."""
+        return Turns(self._own, self._pool, self._dialogue, self._usual_trajectories)
+
     def pop_metrics(self) -> dict[str, float]:
         """See `Environment`."""
         counts, self._counts = self._counts, _Counts()
@@ -120,13 +124,15 @@ class Turns(Environment):
             except _DiffersError as error:
                 self._counts.events["differing"] += 1
                 if self._counts.events["differing"] == 1:
-                    logger.warning("environment: %s: a trajectory begins anew: %s", self._own.path, error)
+                    logger.warning(
+                        "environment: %s: a trajectory begins anew: %s", self._own.path or self._own.kind, error
+                    )
                 progress.begun, retries = None, life.retries
             except CallError as error:
                 begun = progress.begun
                 failed = replace(begun.trajectory, stop="failed") if begun else None
                 self._note_failure(error)
-                raise EnvironmentFailure(request.request_id, str(error), failed) from None
+                raise TrajectoryFailure(request.request_id, str(error), failed) from None
             finally:
                 life.close()
 
@@ -193,7 +199,7 @@ class Turns(Environment):
             logger.warning(
                 "environment: %s: %s; the group of its trajectory is dropped, and further ones are only counted "
                 "(environment/trajectories_failed)%s",
-                self._own.path,
+                self._own.path or self._own.kind,
                 error,
                 f"\n{error.detail.rstrip()}" if error.detail else "",
             )

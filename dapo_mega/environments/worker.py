@@ -19,7 +19,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final
 
-from dapo_mega.algorithms.own_code import MisuseError, check_call, described, load_function
+from dapo_mega.algorithms.own_code import MisuseError, check_call, described, load_function, load_value
 from dapo_mega.rewards.keeper import keep
 from dapo_mega.rewards.processes import NUMBER
 from dapo_mega.rewards.sandbox.frames import FrameError, framed, read_body, write_all, write_frame
@@ -56,15 +56,17 @@ def _serve(requests: int, answers: int, source: Mapping[str, Any], memory_limit_
         environment, method, arguments = pickle.loads(memoryview(request)[NUMBER.size :])
         if method == "make":
             calls = environments[environment] = SimpleQueue()
-            live = _Life(make, source["path"], calls, answer).run
+            live = _Life(make, source["tools"] or source["path"], calls, answer).run
             threading.Thread(target=live, name=f"environment {environment}", daemon=True).start()
         calls = environments.pop(environment) if method == "close" else environments[environment]
         calls.put((number, method, arguments))
 
 
-def _factory(path: str, settings: Mapping[str, Any]) -> Callable[[], Any]:
+def _factory(path: str, settings: Mapping[str, Any], tools: str | None) -> Callable[[], Any]:
     """What makes an environment. Raises MisuseError."""
     function = load_function(path, before_others=True)
+    if tools:
+        function = partial(function, load_value(tools, before_others=True))
     check_call(function, (), settings)
     return partial(function, **settings)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapo_mega.engines.protocol import Generation
-from dapo_mega.environments.base import Begun, Environment, EnvironmentFailure, Generate, Progress
+from dapo_mega.environments.base import Begun, Environment, Generate, Progress, TrajectoryFailure
 from dapo_mega.trajectory_records import Arrays, Record, pack_trajectories, unpack_trajectories
 from dapo_mega.types import GenerationRequest, Group, GroupFate, Prompt, Trajectory
 
@@ -66,7 +66,7 @@ class OpenGroup:
             progress = self.progress.setdefault(request.request_id, Progress())
             try:
                 found = await environment.run(self.prompt, request, noted, progress)
-            except EnvironmentFailure as failure:
+            except TrajectoryFailure as failure:
                 self.failed += [failure.trajectory] if failure.trajectory else []
                 raise
             self._under_way.pop(request.request_id, None)  # One that goes on may need no turn more.

@@ -204,7 +204,7 @@ def build_run(
     evaluator = beside = None
     if inputs.evaluation_prompts:
         evaluator = make_evaluator(
-            config, inputs.evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, environment
+            config, inputs.evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, environment.apart()
         )
         if config.evaluation.beside_training:
             beside = BesideTraining(evaluator, config.evaluation, check_stop, activity)

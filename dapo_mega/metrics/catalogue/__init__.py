@@ -19,6 +19,7 @@ PREFIXES: Mapping[str, str] = {
     "that were scored in this step, also those of groups that the filter then drops. They are missing from a step that "
     "needed no new responses. `requests_*` and `failed_calls*` exist with SGLang engines only; they count since the "
     "last record, evaluations included but those beside training.",
+    "environment": "How trajectories with an `environment` fared since the step before; evaluations are not counted.",
     "source": "The same for each source of prompts: a value of the column `columns.data_source`, or the name of a "
     "dataset of `data.mixture` where a row has none or several datasets have the same. Recorded if the run's prompts "
     "have several sources. The 31 sources with the most prompts have names of their own, `others` has the rest, `none` "

@@ -1,6 +1,7 @@
 """Metrics of what the engines generated: responses, agreement with the trainer, and requests."""
 
 from dapo_mega.declared import Metric
+from dapo_mega.types import STOP_REASONS
 
 ROLLOUTS: tuple[Metric, ...] = (
     # ---- what was generated ----
@@ -65,6 +66,64 @@ ROLLOUTS: tuple[Metric, ...] = (
         "no general value",
         "near 1: most of `rollout.max_response_tokens` is observed",
         "shorten the observations, or lower `environment.max_observation_tokens`",
+    ),
+    Metric(
+        "rollout/stop_<reason>",
+        "share",
+        "Share of scored responses with an `environment` that ended for this reason.",
+        "no general value",
+        "most end by a limit",
+        "raise the limit, or let the environment end sooner",
+        members=STOP_REASONS,
+    ),
+    Metric(
+        "environment/trajectories_<state>",
+        "trajectories",
+        "What became of trajectories with an `environment` since the step before.",
+        "started = finished + failed + cancelled + the change of open",
+        "failed > 0",
+        "read the traceback in the run's output, and `environment_output.log`",
+        members={
+            "started": "begun, or gone on with from a checkpoint",
+            "finished": "all turns are there; what is scored next",
+            "failed": "its environment failed more than `environment.retries` times, or a request failed; its group is "
+            "dropped",
+            "cancelled": "given up with its group, or interrupted",
+            "open": "under way at the end of the step",
+        },
+    ),
+    Metric(
+        "environment/retries",
+        "calls",
+        "Calls of environments that failed and were made again in a new environment.",
+        "0",
+        "in every step",
+        "as for `environment/trajectories_<state>`",
+        better="lower",
+    ),
+    Metric(
+        "environment/replays",
+        "environments",
+        "Environments that were brought to where a trajectory stopped, by their snapshot or the turns so far.",
+        "0 but after a start from a checkpoint",
+    ),
+    Metric(
+        "environment/differing",
+        "trajectories",
+        "Trajectories that began anew, as their environment returned something else when it was brought back.",
+        "0",
+        "above 0",
+        "draw from a generator made of the seed, or give the environment `snapshot` and `restore`",
+        better="lower",
+    ),
+    Metric(
+        "environment/seconds_per_call",
+        "seconds",
+        "Mean time of a call of an environment, with the time until its process takes it.",
+        "no general value; engines work meanwhile",
+        "grows with the number of trajectories",
+        "raise `environment.num_workers`",
+        better="lower",
     ),
     Metric(
         "rollout/response_length_std",

@@ -11,7 +11,7 @@ import pytest
 from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.config.environment import OwnEnvironment
 from dapo_mega.data.tokenizer import build_byte_tokenizer, decoder
-from dapo_mega.environments.base import EnvironmentFailure, Progress
+from dapo_mega.environments.base import Progress, TrajectoryFailure
 from dapo_mega.environments.dialogues import BareText
 from dapo_mega.environments.observations import read_observation
 from dapo_mega.environments.pool import EnvironmentPool
@@ -253,7 +253,7 @@ def test_one_that_does_not_go_the_same_way_again_begins_anew(turns, caplog):
 
 def test_what_fails_too_often_is_no_number_and_too_much_of_it_ends_the_run(turns, tmp_path, caplog):
     settings = {"log": str(tmp_path / "log"), "fault": "raise", "times": 10**6}
-    with pytest.raises(EnvironmentFailure, match="the server is gone") as raised:
+    with pytest.raises(TrajectoryFailure, match="the server is gone") as raised:
         run(turns(settings=settings, max_failed_share=1.0, retries=1), request(), "ab")
     failed = raised.value.trajectory
     assert failed.stop == "failed"
@@ -283,7 +283,9 @@ def test_a_trajectory_goes_on_behind_every_event(turns, tmp_path):
             assert len(asked) == len(requests) - (event + 1) // 2, event
             group_environment.close()
         metrics = environment.pop_metrics()
-        assert metrics["environment/trajectories_started"] == metrics["environment/trajectories_cancelled"] == num_events
+        assert (
+            metrics["environment/trajectories_started"] == metrics["environment/trajectories_cancelled"] == num_events
+        )
         assert metrics["environment/trajectories_open"] == 0
         environment.close()
         log_entries = Counter(entry[0] for entry in entries(log))
