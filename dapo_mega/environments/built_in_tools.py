@@ -97,10 +97,10 @@ class PythonTool:
         if self._sandbox is None or not self._sandbox.is_alive:
             self.close()
             self._sandbox = start_sandbox(os.getpid() * 64, self._limits, self._isolation)
-            kind = (self._sandbox.isolation, self._limits)
-            if kind not in _held:
-                try_out(self._sandbox, self._limits)
-                _held.add(kind)
+        kind = (self._sandbox.isolation, self._limits)
+        if kind not in _held:
+            try_out(self._sandbox, self._limits)
+            _held.add(kind)
         return self._sandbox
 
 

@@ -65,7 +65,7 @@ def compare_expressions(candidate: str, truth: str, tolerance: float = 0.0) -> b
 def value_of(text: str) -> Any | None:
     """The value of an expression without letters, to `DIGITS` digits; None where it is not read or has none."""
     tokens = _tokens(text)
-    return None if tokens is None or _letters(tokens) else _value_at(tokens, (), 0)
+    return None if tokens is None else _value_at(tokens, (), 0)
 
 
 def _compare_constants(candidate: str, truth: str, first: Any, second: Any, tolerance: float) -> bool | None:

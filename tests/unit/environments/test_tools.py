@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import subprocess
 import sys
 import threading
@@ -14,11 +15,13 @@ import pytest
 from pydantic import BaseModel
 
 from dapo_mega.algorithms.own_code import MisuseError
+from dapo_mega.environments import built_in_tools
 from dapo_mega.environments.built_in_tools import PythonTool, calculator
 from dapo_mega.environments.failures import EnvironmentFailure
 from dapo_mega.environments.tool_functions import ArgumentsError, tool_function
 from dapo_mega.environments.tools import ToolEnvironment
 from dapo_mega.rewards.sandbox import seccomp
+from dapo_mega.rewards.sandbox.client import SandboxError
 
 ROOT = Path(__file__).resolve().parents[3]
 TASK = {"prompt": "?", "messages": [], "ground_truth": "", "data_source": "", "fields": {"secrets": '{"blue": 41}'}}
@@ -137,7 +140,7 @@ class More(Notes):
 
 def test_a_schema_comes_from_hints_and_docstring():
     (tool,) = ToolEnvironment(add).tools
-    assert tool == {
+    expected = {
         "type": "function",
         "function": {
             "name": "add",
@@ -146,12 +149,13 @@ def test_a_schema_comes_from_hints_and_docstring():
                 "type": "object",
                 "properties": {
                     "a": {"type": "integer", "description": "The first one, in full."},
-                    "b": {"type": "integer", "description": "The second: any.", "default": 2},
+                    "b": {"type": "integer", "default": 2, "description": "The second: any."},
                 },
                 "required": ["a"],
             },
         },
     }
+    assert json.dumps(tool) == json.dumps(expected)
 
 
 @pytest.mark.filterwarnings("error")
@@ -426,6 +430,11 @@ def test_a_derived_class_has_the_tools_that_it_inherits():
     assert told(environment.step(turn(call("erase", {}), call("write", {"line": "a"})))) == ["null", "aa"]
     environment.close()
 
+    class Less(Notes):
+        fixed = None
+
+    assert [tool["function"]["name"] for tool in ToolEnvironment(Less).tools] == ["write"]
+
 
 def test_an_object_is_closed_once_even_if_that_fails():
     environment = ToolEnvironment(Notes)
@@ -571,7 +580,9 @@ def test_the_calculator_calculates(expression, value):
      "(((9^400)^400)^400)^400", "__import__('os')", "1 = 1", "1" * 301, "(" * 300, "1" * 299 + "e", "2\ud800"],
 )  # fmt: skip
 def test_the_calculator_refuses_what_it_does_not_read(expression):
-    observation = ToolEnvironment(built_in=["calculator"]).step(turn(call("calculator", {"expression": expression})))
+    environment = ToolEnvironment(built_in=["calculator"])
+    observation = environment.step(turn(call("calculator", {"expression": expression})))
+    assert (len(expression) > 300) == ("more than 300 characters" in told(observation)[0])
     assert counted(observation) in ({"calls": 1, "errors": 1}, {"calls": 1, "bad_arguments": 1})
 
 
@@ -647,6 +658,25 @@ def test_a_sandbox_that_cannot_be_started_is_a_failure(monkeypatch):
     monkeypatch.setattr(seccomp, "is_supported", lambda: False)
     with pytest.raises(EnvironmentFailure, match="solutions can be run on Linux"):
         ToolEnvironment(built_in=["python"]).step(turn(call("python", {"code": ""})))
+
+
+@needs_sandbox
+def test_a_sandbox_that_does_not_hold_is_a_failure_every_time(monkeypatch):
+    def attempt(sandbox, limits):
+        tried.append(sandbox.pid)
+        if len(tried) < 3:
+            raise SandboxError("a program in the sandbox could open a socket")
+
+    tried: list[int] = []
+    monkeypatch.setattr(built_in_tools, "try_out", attempt)
+    environment = ToolEnvironment(built_in={"python": {"memory_limit_mib": 77}})
+    for _ in range(2):
+        with pytest.raises(EnvironmentFailure, match="could open a socket"):
+            environment.step(turn(call("python", {"code": "print(1)"})))
+    for _ in range(2):
+        assert told(environment.step(turn(call("python", {"code": "print(1)"})))) == ["1"]
+    assert len(tried) == 3
+    environment.close()
 
 
 def test_a_program_that_is_too_long_is_told():
