@@ -12,7 +12,7 @@ import numpy as np
 from dapo_mega.metrics import Histogram
 from dapo_mega.rollout.buffer import GroupCounts
 from dapo_mega.rollout.scoring import ScoringCounts, lengths_of, parts_of, verdicts_of
-from dapo_mega.types import Group, GroupFate, GroupOutcome, ScoredTrajectory
+from dapo_mega.types import STOP_REASONS, Group, GroupFate, GroupOutcome, ScoredTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class RolloutStats:
         if any(s.stop for s in scored):
             metrics["rollout/turns_mean"] = float(np.mean([len(s.turns) for s in scored]))
             stops = Counter(s.stop for s in scored)
-            metrics |= {f"rollout/stop_{stop}": count / len(scored) for stop, count in stops.items() if stop}
+            metrics |= {f"rollout/stop_{reason}": stops[reason] / len(scored) for reason in STOP_REASONS}
             metrics["rollout/observed_share"] = 1 - float(lengths.sum()) / sum(s.num_rows for s in scored)
         return {
             **metrics,

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.config.environment import OwnEnvironment
 from dapo_mega.data.tokenizer import build_byte_tokenizer, decoder
 from dapo_mega.environments.base import Progress, TrajectoryFailure
+from dapo_mega.environments.build import try_environment
 from dapo_mega.environments.dialogues import BareText
 from dapo_mega.environments.observations import read_observation
 from dapo_mega.environments.pool import EnvironmentPool
@@ -66,6 +68,21 @@ class Own:
     def step(self, action):
         if self.number == 1 and action["turn"] == 1: raise OSError("once")
         return {"text": f"{self.number}", "done": action["turn"] == 2}
+
+class NoStep:
+    def reset(self, task, seed): pass
+
+class Half:
+    def reset(self, task, seed): pass
+    def step(self, action): pass
+    def restore(self, state): pass
+
+class Refusing:
+    def __init__(self): raise OSError("no display")
+
+class Misspelt:
+    def reset(self, task, seed): return {"texts": ""}
+    def step(self, action): pass
 
 class Awaited:
     async def reset(self, task, seed): return {"text": "?"}
@@ -328,6 +345,33 @@ async def _interrupted(environment, num_events):
     environment._pool.started = original
     records = json.loads(json.dumps(records))
     return unpack_open(records, arrays, {7: PROMPT}, lambda ids, prompt: [request(number=i) for i in ids])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("Echho", {}, "there is no 'Echho'; did you mean 'Echo'"),
+        ("Echo", {"size": 3}, "is called with"),
+        ("NoStep", {}, "what it makes has no method step"),
+        ("Half", {}, "it has one of the methods snapshot and restore; give it both, or none"),
+        ("Refusing", {}, r"it raises OSError: no display \(line \d+\)"),
+        ("Misspelt", {}, "its method reset returned .* not 'texts'"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_before_the_run(code, name, settings, said):
+    config = SimpleNamespace(environment=OwnEnvironment(path=f"{code}:{name}", settings=settings), seed=0)
+    with pytest.raises(InputError, match=said) as raised:
+        try_environment(config, {"ground_truth": ""})
+    assert str(raised.value).startswith(f"environment: {code}:{name}: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_one_that_does_not_repeat_itself_is_reported_before_the_run(code, caplog):
+    for name, is_reported in (("Own", True), ("Echo", False)):
+        caplog.clear()
+        config = SimpleNamespace(environment=OwnEnvironment(path=f"{code}:{name}"), seed=0)
+        try_environment(config, {"ground_truth": ""})
+        assert ("no module's random numbers" in caplog.text) == is_reported
 
 
 @pytest.mark.parametrize(

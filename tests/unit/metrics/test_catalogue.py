@@ -46,7 +46,7 @@ def constant_loops(path, tree):
                     found = get_args(module[name])
                 case _:
                     found = None
-            if isinstance(found, list | tuple) and all(isinstance(value, str) for value in found):
+            if isinstance(found, list | tuple | dict) and all(isinstance(value, str) for value in found):
                 loops.setdefault(node.target.id, []).extend(found)
     return loops
 
