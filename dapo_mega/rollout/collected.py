@@ -81,6 +81,10 @@ class RolloutStats:
             metrics["rollout/turns_mean"] = float(np.mean([len(s.turns) for s in scored]))
             stops = Counter(s.stop for s in scored)
             metrics |= {f"rollout/stop_{reason}": stops[reason] / len(scored) for reason in STOP_REASONS}
+            sums: Counter[str] = Counter()
+            for turn in (turn for s in scored for turn in s.turns):
+                sums.update(turn.parts)
+            metrics |= {f"environment/part_{name}": sums[name] / len(scored) for name in sorted(sums)}
             metrics["rollout/observed_share"] = 1 - float(lengths.sum()) / sum(s.num_rows for s in scored)
         return {
             **metrics,
