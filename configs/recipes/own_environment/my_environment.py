@@ -4,8 +4,8 @@ import random
 
 
 class GuessTheNumber:
-    def __init__(self, largest=9):
-        self.largest = largest
+    def __init__(self, largest=9, blind=False):
+        self.largest, self.blind = largest, blind
 
     def reset(self, task, seed):
         """Hide a number, the same one for all trajectories of a prompt."""
@@ -19,4 +19,5 @@ class GuessTheNumber:
         guess, parts = int(action["text"]), {"digits": 1}
         if guess == self.hidden:
             return {"reward": 1.0, "correct": True, "done": True, "parts": parts}
-        return {"correct": False, "text": "+" if guess < self.hidden else "-", "parts": parts}
+        sign = "+" if guess < self.hidden else "-"
+        return {"correct": False, "text": "\n" if self.blind else sign, "parts": parts}
