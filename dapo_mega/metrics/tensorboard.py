@@ -68,8 +68,13 @@ class TensorBoardLog:
             self._writer.add_text("run/prompts", code_block(run.prompts, limit=None), step)
         if self._is_described:
             return
+        # Patterns that match each figure's metrics, whole families too, and no others.
+        patterns = {
+            figure.title: [f"^{re.escape(curve.metric).replace('<name>', '.+')}$" for curve in figure.curves]
+            for figure in figures.FIGURES
+        }
         self._writer.add_custom_scalars(
-            {"What to watch": {figure.title: ["Multiline", _tags(figure)] for figure in figures.FIGURES}}
+            {"What to watch": {title: ["Multiline", tags] for title, tags in patterns.items()}}
         )
         assert self._writer.file_writer is not None
         for summary in _hyper_parameters(run):
@@ -115,11 +120,6 @@ class TensorBoardLog:
         )
 
 
-def _tags(figure: figures.Figure) -> list[str]:
-    """Patterns that match the figure's metrics, whole families too, and no others."""
-    return [f"^{re.escape(curve.metric).replace('<name>', '.+')}$" for curve in figure.curves]
-
-
 def _hyper_parameters(run: RunDescription) -> Iterator[Summary]:
     """What the HPARAMS tab shows of the run: its hyper-parameters, and the metrics to compare runs by."""
     start = SessionStartInfo(group_name=run.name, start_time_secs=time.time())
@@ -132,19 +132,19 @@ def _hyper_parameters(run: RunDescription) -> Iterator[Summary]:
         else:
             kind, start.hparams[name].number_value = DataType.DATA_TYPE_FLOAT64, value
         infos.append(HParamInfo(name=name, type=kind))
-    experiment = Experiment(hparam_infos=infos, metric_infos=[_metric_info(name) for name in figures.MAIN_METRICS])
+    entries = {name: describe(name) for name in figures.MAIN_METRICS}
+    about_metrics = [
+        MetricInfo(name=MetricName(tag=name), display_name=name, description=entry.text())
+        for name, entry in entries.items()
+        if entry
+    ]
+    experiment = Experiment(hparam_infos=infos, metric_infos=about_metrics)
     for tag, data in (
         (metadata.EXPERIMENT_TAG, HParamsPluginData(experiment=experiment)),
         (metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=start)),
     ):
         about = metadata.create_summary_metadata(data)
         yield Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)])
-
-
-def _metric_info(name: str) -> MetricInfo:
-    entry = describe(name)
-    assert entry is not None
-    return MetricInfo(name=MetricName(tag=name), display_name=name, description=entry.text())
 
 
 def drop_events_from(path: Path, start_step: int) -> None:

@@ -19,6 +19,7 @@ import dapo_mega
 from dapo_mega.config.preparation import PreparationConfig
 from dapo_mega.data.readers import Row
 from dapo_mega.errors import InputError
+from dapo_mega.metrics.run_text import installed_versions
 from dapo_mega.preparation.candidates import INVALID_REASONS, Candidate, CandidateReader, Invalid
 from dapo_mega.preparation.card import CARD, Card, FileRecord, SourceRecord, card_of, file_record, read_card
 from dapo_mega.preparation.contamination import EvaluationIndex
@@ -29,7 +30,6 @@ from dapo_mega.preparation.near_duplicates import NearDuplicates
 from dapo_mega.preparation.normalization import normal_text
 from dapo_mega.preparation.output import DatasetWriter, DroppedFormat, check_folder, new_dataset
 from dapo_mega.preparation.sources import Source, evaluation_problems
-from dapo_mega.preparation.versions import deciding_versions
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ def _versions(config: PreparationConfig) -> dict[str, str]:
     return {
         "dapo_mega": dapo_mega.__version__,
         "unicode": unicodedata.unidata_version,
-        **deciding_versions(*packages),
+        **installed_versions(packages),
     }
 
 

@@ -20,11 +20,11 @@ from dapo_mega.data.readers import Row
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.errors import FleetError, InputError
 from dapo_mega.evaluation.model_folder import model_hash
+from dapo_mega.metrics.run_text import installed_versions
 from dapo_mega.models import load_architecture
-from dapo_mega.preparation.card import DATA, Card
+from dapo_mega.preparation.card import DATA, DECIDING_PACKAGES, Card
 from dapo_mega.preparation.journal import Journal, journal_of, open_journal
 from dapo_mega.preparation.output import DroppedFormat, check_folder, new_dataset, read_dataset
-from dapo_mega.preparation.versions import deciding_versions
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.trial import try_reward
 from dapo_mega.rollout.asking import DIFFICULTY_IDS, Numbering, Rollout, ask_in_parts
@@ -116,7 +116,7 @@ def measure_difficulty(
             card = writer.finish(
                 MADE_BY,
                 settings={**settings, "column": options.column, "keep": list(options.keep)},
-                versions=deciding_versions(),
+                versions=installed_versions(DECIDING_PACKAGES),
                 details=_summary(rates, options.samples),
                 parent=parent,
             )

@@ -15,7 +15,8 @@ from typing import Any, Final
 from dapo_mega.data.readers import Row
 from dapo_mega.data.templates import as_messages
 from dapo_mega.errors import FleetError, InputError
-from dapo_mega.preparation.card import Card
+from dapo_mega.metrics.run_text import installed_versions
+from dapo_mega.preparation.card import DECIDING_PACKAGES, Card
 from dapo_mega.preparation.journal import journal_of, open_journal
 from dapo_mega.preparation.output import DatasetWriter, DroppedFormat, check_folder, new_dataset, read_dataset
 from dapo_mega.preparation.transformation import (
@@ -25,7 +26,6 @@ from dapo_mega.preparation.transformation import (
     TransformationSettings,
     Transformer,
 )
-from dapo_mega.preparation.versions import deciding_versions
 from dapo_mega.rewards import AnswerVerifier
 from dapo_mega.rewards.endpoints import EndpointSettings
 
@@ -77,7 +77,7 @@ def transform_dataset(
                     "prompt_sha256": hashlib.sha256(PROMPT.encode()).hexdigest(),
                     "time_limit_s": options.time_limit_s,
                 },
-                versions=deciding_versions(),
+                versions=installed_versions(DECIDING_PACKAGES),
                 details={"rows_by_outcome": dict(sorted(outcomes.items()))},
                 parent=parent,
             )
