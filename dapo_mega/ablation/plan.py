@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_mega.ablation.arms import Arm, ladder, methods, reset_keys
-from dapo_mega.ablation.commands import dapo_mega
-from dapo_mega.ablation.tasks import RUN_FILE, Task, find_task
+from dapo_mega.ablation.tasks import RUN_FILE, Task, dapo_mega, find_task
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.config.base import differences
 from dapo_mega.config.files import read_yaml
@@ -86,7 +85,9 @@ def make_plan(request: Request) -> Plan:
     given = _algorithm_section(file)
     arms = [*ladder(request.rows, given, request.overrides), *methods(request.methods, given)]
     seeds = tuple(dict.fromkeys(request.seeds))
-    _refuse_fixed(request.overrides)
+    for key in (override.partition("=")[0].strip() for override in request.overrides):
+        if key in ("output_dir", "seed", "algorithm.preset", "algorithm"):
+            raise InputError(f"{key} differs from run to run; use --output-dir, --seeds, --rows or --methods")
     runs = [
         _resolve(arm, seed, file, (*common, *arm.first, *request.overrides, *arm.last), output)
         for seed in seeds
@@ -140,10 +141,3 @@ def _resolve(arm: Arm, seed: int, file: Path, overrides: tuple[str, ...], output
 def _algorithm_section(file: Path) -> dict[str, Any]:
     section = read_yaml(file).get("algorithm")
     return section if isinstance(section, dict) else {}
-
-
-def _refuse_fixed(overrides: Sequence[str]) -> None:
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if key in ("output_dir", "seed", "algorithm.preset", "algorithm"):
-            raise InputError(f"{key} differs from run to run; use --output-dir, --seeds, --rows or --methods")
