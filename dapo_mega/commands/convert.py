@@ -75,7 +75,7 @@ def _checkpoint_in(path: Path, *, exported: bool = False) -> Path:
     roots = [root for root in (path / "checkpoints", path) if root.name == "checkpoints" and root.is_dir()]
     if not roots or (path / "config.json").exists():
         return path
-    newest, export = CheckpointFolders(roots[0], 1, None).newest(), roots[0].with_name("hf")
+    newest, export = CheckpointFolders(roots[0], 1).latest(), roots[0].with_name("hf")
     chosen = export if (exported or not newest) and export.is_dir() else newest
     if chosen is None:
         raise InputError(f"{path} is the folder of a run without a complete checkpoint; give a run that has saved one")

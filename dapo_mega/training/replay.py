@@ -68,7 +68,7 @@ def plan_replay(run_dir: Path, step: int) -> ReplayPlan:
         raise InputError(f"{run_dir / 'config.yaml'} does not exist; give the output_dir of a run")
     folder = samples_folder(run_dir)
     whole = {file.step: file for file in stored_files(folder) if not file.is_evaluation}
-    checkpoints = {step_of(path): path for path in CheckpointFolders(run_dir / "checkpoints", 1, None).complete_ones()}
+    checkpoints = {step_of(path): path for path in CheckpointFolders(run_dir / "checkpoints", 1).complete_ones()}
     problem = _problem(step, whole.keys(), checkpoints.keys(), folder)
     if problem:
         can = [s for s in sorted(whole) if not _problem(s, whole.keys(), checkpoints.keys(), folder)]
