@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Proposal:
     def overrides(self, config: RunConfig) -> list[str]:
         """What to add to `config` for this layout, as `key=value` of a command line."""
         before = _settings(config)
-        return [f"{name}={_yaml(value)}" for name, value in self.settings.items() if value != before.get(name)]
+        return [override(name, value) for name, value in self.settings.items() if value != before.get(name)]
 
     @property
     def reason(self) -> str:
@@ -77,7 +78,10 @@ def valid_layouts(base: RankLayout) -> Iterator[ParallelConfig]:
                             "sequence": tensor > 1,
                             "world_size": world_size,
                         }
-                        yield from _accepted(base, settings)
+                        with contextlib.suppress(ValidationError, InputError):
+                            parallel = ParallelConfig.model_validate(settings)
+                            arch.check_layout(parallel)
+                            yield parallel
 
 
 def _expert_sizes(base: RankLayout, tensor: int, pipeline: int) -> list[tuple[int, int]]:
@@ -87,27 +91,20 @@ def _expert_sizes(base: RankLayout, tensor: int, pipeline: int) -> list[tuple[in
     return [(expert, cut) for expert in divisors(stage_size) for cut in sorted({1, tensor}) if stage_size % cut == 0]
 
 
-def _accepted(base: RankLayout, settings: dict[str, int | bool]) -> Iterator[ParallelConfig]:
-    try:
-        parallel = ParallelConfig.model_validate(settings)
-        base.arch.check_layout(parallel)
-    except (ValidationError, InputError):
-        return
-    yield parallel
-
-
 def _settings(config: RunConfig) -> dict[str, object]:
     """The layout as the configuration's keys."""
     parallel, compute = config.parallel.model_dump(), config.compute
     settings: dict[str, object] = {f"parallel.{name}": value for name, value in parallel.items()}
     settings["compute.recompute"] = compute.recompute
     if compute.recompute == "selective":
-        settings["compute.recompute_modules"] = f"[{','.join(compute.recompute_modules)}]"
+        settings["compute.recompute_modules"] = compute.recompute_modules
     return settings
 
 
-def _yaml(value: object) -> str:
-    return str(value).lower()
+def override(key: str, value: object) -> str:
+    """`key=value` of a command line."""
+    text = f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+    return f"{key}={text}"
 
 
 def _with_layout(config: RunConfig, base: RankLayout, parallel: ParallelConfig, recompute: str) -> RunConfig:
