@@ -109,7 +109,9 @@ def measure_difficulty(
                 else:
                     found = Measured(**journal.entries[number])
                     rates.append(found.pass_rate)
-                    if reason := _outside(found.pass_rate, options.keep):
+                    lowest, highest = options.keep
+                    if not lowest <= found.pass_rate <= highest:
+                        reason = "too_hard" if found.pass_rate < lowest else "too_easy"
                         writer.drop(reason, f"{found.correct} of {found.samples} are correct", where, values)
                     else:
                         writer.keep(_with_columns(values, found, options.column, where), where)
@@ -272,12 +274,6 @@ def _measured(prompt: Prompt, rollouts: Sequence[Rollout], scorer: ResponseScore
             return "the reward did not say whether a response is correct"
         verdicts.append(result.correct)
     return Measured(len(verdicts), sum(verdicts), sum(trajectory.is_truncated for trajectory in answered))
-
-
-def _outside(pass_rate: float, keep: tuple[float, float]) -> str:
-    if pass_rate < keep[0]:
-        return "too_hard"
-    return "too_easy" if pass_rate > keep[1] else ""
 
 
 def _with_columns(values: Mapping[str, Any], found: Measured, column: str, where: str) -> dict[str, Any]:

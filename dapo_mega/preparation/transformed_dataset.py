@@ -27,7 +27,6 @@ from dapo_mega.preparation.transformation import (
     Transformer,
 )
 from dapo_mega.rewards import AnswerVerifier
-from dapo_mega.rewards.endpoints import EndpointSettings
 
 MADE_BY: Final = "prepare transform"
 
@@ -58,7 +57,11 @@ def transform_dataset(
     """
     check_folder(output, force=options.force)
     parent, rows = read_dataset(source)
-    transformer_settings = replace(settings, endpoints=_with_deadline(settings.endpoints))
+    # Time for all attempts at all rows that are asked about at once.
+    endpoints = settings.endpoints
+    rounds = math.ceil(_ROWS_AT_ONCE / endpoints.concurrency) + 1
+    deadline_s = rounds * endpoints.attempts * endpoints.timeout_s + 60.0
+    transformer_settings = replace(settings, endpoints=replace(endpoints, deadline_s=deadline_s))
     depends_on = {"made_by": MADE_BY, "dataset_sha256": parent.data.sha256, **settings.decisive()}
     with (
         open_journal(journal_of(output), depends_on) as journal,
@@ -116,12 +119,6 @@ def _write(
             else:
                 writer.keep(_rewritten(row, result), row.where)
     return outcomes
-
-
-def _with_deadline(endpoints: EndpointSettings) -> EndpointSettings:
-    """With time for all attempts at all rows that are asked about at once."""
-    rounds = math.ceil(_ROWS_AT_ONCE / endpoints.concurrency) + 1
-    return replace(endpoints, deadline_s=rounds * endpoints.attempts * endpoints.timeout_s + 60.0)
 
 
 def _chunks(values: Iterable[dict[str, Any]], source: Path) -> Iterator[list[Row]]:
