@@ -6,6 +6,7 @@ the batch, the scores and what the updates computed stay with the processes that
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ from dapo_mega.training.model_trainer import Facts, ModelTrainer
 from dapo_mega.types import Answer, GenerationRequest, LogProbs, TokenIds
 from dapo_mega.weight_sync.broadcast import BroadcastSender
 from dapo_mega.weight_sync.sending import WeightCommands
+from dapo_mega.weight_sync.shared_memory import refuse_several_machines
 from dapo_mega.weight_sync.update import SenderPlaces
 
 T = TypeVar("T")
@@ -154,14 +156,20 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
             )
         return self._facts()
 
-    @command
     def open_sender(self) -> SenderPlaces | None:
         """Prepare to send weights to a fleet of engines; returns from where, if by broadcast. Raises InputError if the
         configured way does not fit."""
+        opened = self._open_sender()
+        if self._config.sync_transport == "tensor":
+            refuse_several_machines(host for host, _ in opened)
+        return opened[0][1]
+
+    @gathered
+    def _open_sender(self) -> tuple[str, SenderPlaces | None]:
         from dapo_mega.weight_sync.transports import make_sender
 
         self.sender = make_sender(self._config, self.processes)
-        return self.sender.places if isinstance(self.sender, BroadcastSender) else None
+        return platform.node(), self.sender.places if isinstance(self.sender, BroadcastSender) else None
 
     def load_engines(self, version: int) -> None:
         """Give the weights to the embedded engines."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from dapo_mega.config import FleetConfig, RunConfig
+from dapo_mega.config import RunConfig
 from dapo_mega.config.fleet import parse_address
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError
@@ -20,7 +20,8 @@ def make_sender(config: RunConfig, processes: Processes) -> WeightSender | None:
     engines or the machines."""
     fp8 = config.engine_dtype == "fp8"
     if config.sync_transport == "distributed":
-        towards = _engines_host(config.rollout.fleet)
+        fleet = config.rollout.fleet  # A host on the engines' network.
+        towards = parse_address(fleet.rendezvous)[0] if fleet.rendezvous else str(urlsplit(fleet.urls[0]).hostname)
         return BroadcastSender(processes, config.weight_sync, towards=towards, dtype=config.engine_dtype)
     if config.sync_transport == "tensor":
         return SharedMemorySender(processes, config.weight_sync, fp8=fp8)
@@ -39,10 +40,3 @@ def make_transport(config: RunConfig, trainer: SendingTrainer, places: SenderPla
     if config.sync_transport == "tensor":
         return SharedMemoryTransport(trainer)
     return DiskTransport(trainer, Path(config.weight_sync.folder or Path(config.output_dir) / "weight_sync"))
-
-
-def _engines_host(fleet: FleetConfig) -> str:
-    """A host on the engines' network."""
-    if fleet.rendezvous:
-        return parse_address(fleet.rendezvous)[0]
-    return str(urlsplit(fleet.urls[0]).hostname)
