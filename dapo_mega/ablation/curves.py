@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dapo_mega.ablation.results import ArmResult, Records
-from dapo_mega.metrics import names
 from dapo_mega.metrics.plotting import empty_figure, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PANELS = (
-    ("Held-out accuracy", "avg@k", names.EVALUATION_AVG_AT_K),
-    ("Response length", "mean tokens", names.RESPONSE_LENGTH_MEAN),
-    ("Generation entropy", "nats per token", names.ENTROPY),
+    ("Held-out accuracy", "avg@k", "evaluation/avg_at_k"),
+    ("Response length", "mean tokens", "rollout/response_length_mean"),
+    ("Generation entropy", "nats per token", "policy/entropy"),
 )
 _TITLES = {"ladder": "Table 1", "methods": "methods"}
 _NUM_COLORS = 20

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_mega.metrics import figures, names
+from dapo_mega.metrics import figures
 from dapo_mega.metrics.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _load(run_dir: Path) -> list[dict[str, float]]:
     if not records:
         raise ValueError(f"{path} holds no complete step yet")
     if not figures.figures_of(_names(records)):
-        raise ValueError(f"{path} holds none of the metrics that are drawn, such as {names.REWARD_MEAN}")
+        raise ValueError(f"{path} holds none of the metrics that are drawn, such as rollout/reward_mean")
     return records
 
 

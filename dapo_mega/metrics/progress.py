@@ -15,15 +15,13 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from dapo_mega.metrics import names
-
 # label, metric name, format
 RL_COLUMNS = (
-    ("reward", names.REWARD_MEAN, ".3f"),
-    ("accuracy", names.ACCURACY_MEAN, ".3f"),
-    ("length", names.RESPONSE_LENGTH_MEAN, ".0f"),
-    ("entropy", names.ENTROPY, ".3f"),
-    ("tokens/s", names.TOKENS_PER_S, ".0f"),
+    ("reward", "rollout/reward_mean", ".3f"),
+    ("accuracy", "rollout/accuracy_mean", ".3f"),
+    ("length", "rollout/response_length_mean", ".0f"),
+    ("entropy", "policy/entropy", ".3f"),
+    ("tokens/s", "rollout/tokens_per_s", ".0f"),
 )
 _MISSING = "-"
 # Terminal escape sequences, then control characters other than newline and tab.

@@ -22,7 +22,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from torch.utils.tensorboard import SummaryWriter
 
 from dapo_mega.atomic_files import make_way, replace_file, set_aside
-from dapo_mega.metrics import figures, names
+from dapo_mega.metrics import figures
 from dapo_mega.metrics.catalogue import describe
 from dapo_mega.metrics.catalogue.tables import metric_tables
 from dapo_mega.metrics.histogram import Histogram
@@ -31,11 +31,16 @@ from dapo_mega.metrics.run_text import RunDescription, code_block
 logger = logging.getLogger(__name__)
 
 # Written once more under a name that sorts first, as TensorBoard opens on the first names.
-_WATCHED: Final = frozenset(
-    {
-        *(names.REWARD_MEAN, names.ACCURACY_MEAN, names.RESPONSE_LENGTH_MEAN, names.ENTROPY, names.KEPT_SHARE),
-        *(names.EVALUATION_AVG_AT_K, names.EVALUATION_REWARD_MEAN, names.LOGPROB_DIFFERENCE, names.LOSS),
-    }
+_WATCHED: Final = (
+    "rollout/reward_mean",
+    "rollout/accuracy_mean",
+    "rollout/response_length_mean",
+    "rollout/logprob_abs_diff_mean",
+    "policy/entropy",
+    "policy/loss",
+    "groups/kept_share",
+    "evaluation/avg_at_k",
+    "evaluation/reward_mean",
 )
 
 
