@@ -63,7 +63,13 @@ def load_to_train(kind: type[ConfigT], arguments: argparse.Namespace) -> ConfigT
 
         print_dry_run(config, elsewhere=arguments.elsewhere, everything=arguments.all)
         return None
+    prepare_megatron()
+    return config
+
+
+def prepare_megatron() -> None:
+    """Let Megatron-Core be imported, also without a GPU, and say nothing that helps nobody."""
+    quiet_libraries()
     from dapo_mega.megatron.repairs import cpu_accelerator
 
     cpu_accelerator.install()
-    return config

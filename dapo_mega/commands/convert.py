@@ -23,7 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_mega.cli import print_once, quiet_libraries
+from dapo_mega.cli import print_once
+from dapo_mega.commands._arguments import prepare_megatron
 from dapo_mega.config import ParallelConfig
 from dapo_mega.config.files import validated
 from dapo_mega.errors import InputError
@@ -42,10 +43,7 @@ EXIT_DIFFERENT = 1
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command."""
     options = _parser().parse_args(argv)
-    quiet_libraries()
-    from dapo_mega.megatron.repairs import cpu_accelerator
-
-    cpu_accelerator.install()
+    prepare_megatron()
     _join_processes(options.command)
     from dapo_mega.conversion.convert import open_checkpoint
     from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE

@@ -84,14 +84,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             "after -- are for engines that this command starts; add --engine sglang, without --urls"
         )
     if starts_engines and options.deterministic is not False:
-        options.extra = _with_determinism(options.extra)
+        from dapo_mega.engines.sglang.engine_commands import DETERMINISTIC
+
+        options.extra = (*extra, *(() if DETERMINISTIC in extra else (DETERMINISTIC,)))
     return options
-
-
-def _with_determinism(extra: tuple[str, ...]) -> tuple[str, ...]:
-    from dapo_mega.engines.sglang.engine_commands import DETERMINISTIC
-
-    return extra if DETERMINISTIC in extra else (*extra, DETERMINISTIC)
 
 
 def _refuse_options_of_benchmarks(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_mega.cli import leave_at_sigterm, print_once, quiet_libraries
-from dapo_mega.commands._arguments import at_least_one
+from dapo_mega.cli import leave_at_sigterm, print_once
+from dapo_mega.commands._arguments import at_least_one, prepare_megatron
 
 if TYPE_CHECKING:
     from dapo_mega.training.differences import Difference
@@ -35,10 +35,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="also write all differences to this JSON file")
     arguments = parser.parse_intermixed_args()
     leave_at_sigterm("the replay was stopped by SIGTERM")
-    quiet_libraries()
-    from dapo_mega.megatron.repairs import cpu_accelerator
-
-    cpu_accelerator.install()
+    prepare_megatron()
     from dapo_mega.training.replay import replay
 
     found = replay(arguments.run_dir, arguments.step, arguments.overrides, arguments.tolerance)
