@@ -163,7 +163,11 @@ def _compare(trainer: Trainer, config: RunConfig, plan: ReplayPlan, run_dir: Pat
         trainer.facts.world_size,
         tuple(earlier),
         tuple(compare_numbers(_compared(logged, step), metrics, tolerance)),
-        tuple(_compare_updates(recorded.account["updates"], updates, tolerance)),
+        tuple(
+            difference
+            for i, (before, after) in enumerate(zip(recorded.account["updates"], updates, strict=False))
+            for difference in compare_numbers(before, after, tolerance, f" of update {i + 1}")
+        ),
         tuple(compare_samples(recorded.samples, values, tolerance)),
     )
 
@@ -196,13 +200,3 @@ def _compared(logged: Mapping[int, Mapping[str, float]], step: int) -> dict[str,
     """The step's metrics that training on its groups decides."""
     record = logged.get(step, {})
     return {name: value for name, value in record.items() if name.startswith(_COMPARED)}
-
-
-def _compare_updates(
-    recorded: Sequence[Mapping[str, float]], replayed: Sequence[Mapping[str, float]], tolerance: float
-) -> list[Difference]:
-    return [
-        difference
-        for i, (before, after) in enumerate(zip(recorded, replayed, strict=False))
-        for difference in compare_numbers(before, after, tolerance, f" of update {i + 1}")
-    ]

@@ -7,7 +7,6 @@ the batch, the scores and what the updates computed stay with the processes that
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -439,10 +438,6 @@ def build_models(
 
 def _means(updates: Sequence[Metrics]) -> Metrics:
     """Each metric's mean over the updates that have it."""
-    totals: dict[str, float] = {}
-    counts: Counter[str] = Counter()
-    for metrics in updates:
-        for name, value in metrics.items():
-            totals[name] = totals.get(name, 0.0) + value
-            counts[name] += 1
-    return {name: total / counts[name] for name, total in totals.items()}
+    names = dict.fromkeys(name for metrics in updates for name in metrics)
+    values = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
+    return {name: sum(of_updates) / len(of_updates) for name, of_updates in values.items()}
