@@ -62,7 +62,6 @@ from dapo_mega.weight_sync.progress import LateEngines, UpdateNews
 from dapo_mega.weight_sync.update import (
     EngineRoute,
     SenderPlaces,
-    SendingTrainer,
     Sent,
     Transport,
     Update,
@@ -72,6 +71,7 @@ from dapo_mega.weight_sync.update import (
 
 if TYPE_CHECKING:
     from dapo_mega.engines.sglang.fleet_client import SyncTarget
+    from dapo_mega.weight_sync.sending import WeightCommands
 
 _POLL_S = 0.001
 _FAILURE_POLL_S = 0.1
@@ -82,7 +82,7 @@ _JOINING_SHARE = 0.9  # Share of the join call's time limit, so that an engine t
 class BroadcastTransport(Transport):
     """Calls the engines and finds out which have failed; knows no tensor."""
 
-    def __init__(self, trainer: SendingTrainer, places: SenderPlaces, config: WeightSyncConfig) -> None:
+    def __init__(self, trainer: WeightCommands, places: SenderPlaces, config: WeightSyncConfig) -> None:
         self._trainer = trainer
         self._places = places
         self._store = connect_store(places.listening[0][0], places.listening[0][1], config.timeout_s)

@@ -19,10 +19,11 @@ from dapo_mega.errors import FleetError, TrainerLost
 from dapo_mega.types import LogProbs
 from dapo_mega.weight_sync.agreement import Agreement, engine_logprobs, mean_difference
 from dapo_mega.weight_sync.push import WeightSync
-from dapo_mega.weight_sync.update import EngineFleet, SendingTrainer, Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls
 
 if TYPE_CHECKING:
-    from dapo_mega.engines.sglang.fleet_client import SyncTarget
+    from dapo_mega.engines.sglang.fleet_client import FleetClient, SyncTarget
+    from dapo_mega.weight_sync.sending import WeightCommands
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class FleetWeightSync(WeightSync):
 
     def __init__(
         self,
-        trainer: SendingTrainer,
-        fleet: EngineFleet,
+        trainer: WeightCommands,
+        fleet: FleetClient,
         config: WeightSyncConfig,
         make_transport: Callable[[], Transport],
         run: str = "",

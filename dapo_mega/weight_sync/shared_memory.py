@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
@@ -23,7 +24,6 @@ from dapo_mega.errors import InputError
 from dapo_mega.types import WeightSource
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.update import (
-    SendingTrainer,
     Sent,
     SharedBucket,
     Transport,
@@ -31,6 +31,9 @@ from dapo_mega.weight_sync.update import (
     UpdateCalls,
     WeightSender,
 )
+
+if TYPE_CHECKING:
+    from dapo_mega.weight_sync.sending import WeightCommands
 
 
 def refuse_several_machines(hosts: Iterable[str]) -> None:
@@ -45,7 +48,7 @@ def refuse_several_machines(hosts: Iterable[str]) -> None:
 class SharedMemoryTransport(Transport):
     """Tells the engines where each bucket is, while the trainer keeps it there."""
 
-    def __init__(self, trainer: SendingTrainer) -> None:
+    def __init__(self, trainer: WeightCommands) -> None:
         self._trainer = trainer
 
     def bring(self, update: Update, calls: UpdateCalls, forgotten: Sequence[str]) -> Sent:

@@ -11,8 +11,9 @@ from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError
 from dapo_mega.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from dapo_mega.weight_sync.disk import DiskTransport
+from dapo_mega.weight_sync.sending import WeightCommands
 from dapo_mega.weight_sync.shared_memory import SharedMemorySender, SharedMemoryTransport
-from dapo_mega.weight_sync.update import SenderPlaces, SendingTrainer, Transport, WeightSender
+from dapo_mega.weight_sync.update import SenderPlaces, Transport, WeightSender
 
 
 def make_sender(config: RunConfig, processes: Processes) -> WeightSender | None:
@@ -33,7 +34,7 @@ def make_sender(config: RunConfig, processes: Processes) -> WeightSender | None:
     return None
 
 
-def make_transport(config: RunConfig, trainer: SendingTrainer, places: SenderPlaces | None) -> Transport:
+def make_transport(config: RunConfig, trainer: WeightCommands, places: SenderPlaces | None) -> Transport:
     """The other end, with which a process commands a trainer that sends from these places."""
     if places:
         return BroadcastTransport(trainer, places, config.weight_sync)
