@@ -14,7 +14,6 @@ class Curve:
 
     metric: str
     label: str
-    is_evaluation: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ FIGURES = (
         (
             Curve("rollout/reward_mean", "training"),
             Curve("rollout/accuracy_reward_mean", "training, without length rewards"),
-            Curve("evaluation/reward_mean", "evaluation", is_evaluation=True),
+            Curve("evaluation/reward_mean", "evaluation"),
         ),
     ),
     Figure(
@@ -41,8 +40,8 @@ FIGURES = (
         "share correct",
         (
             Curve("rollout/accuracy_mean", "training"),
-            Curve("evaluation/avg_at_k", "evaluation avg@k", is_evaluation=True),
-            Curve("evaluation/pass_at_k", "evaluation pass@k", is_evaluation=True),
+            Curve("evaluation/avg_at_k", "evaluation avg@k"),
+            Curve("evaluation/pass_at_k", "evaluation pass@k"),
         ),
     ),
     Figure(
@@ -50,7 +49,7 @@ FIGURES = (
         "mean tokens",
         (
             Curve("rollout/response_length_mean", "training"),
-            Curve("evaluation/response_length_mean", "evaluation", is_evaluation=True),
+            Curve("evaluation/response_length_mean", "evaluation"),
         ),
     ),
     Figure("Generation entropy", "nats per token", (Curve("policy/entropy", "entropy"),)),
@@ -63,7 +62,7 @@ FIGURES = (
     Figure(
         "Reward: <name>",
         "mean of this part",
-        (Curve("reward/part_<name>", "training"), Curve("evaluation/part_<name>", "evaluation", is_evaluation=True)),
+        (Curve("reward/part_<name>", "training"), Curve("evaluation/part_<name>", "evaluation")),
     ),
     Figure(
         "Groups by outcome",
