@@ -66,7 +66,6 @@ class Card:
     parent: Card | None = None
 
     def text(self) -> str:
-        """The card as JSON."""
         return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2, ensure_ascii=False) + "\n"
 
 

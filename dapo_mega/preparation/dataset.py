@@ -68,8 +68,6 @@ def prepare_dataset(
 
 
 class _Preparation:
-    """One preparation under way."""
-
     def __init__(
         self, config: PreparationConfig, index: EvaluationIndex, filters: Filters, writer: DatasetWriter
     ) -> None:
