@@ -15,8 +15,6 @@ Records = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run with its records."""
-
     run: Run
     outcome: Outcome
     records: Records

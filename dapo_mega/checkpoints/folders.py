@@ -90,7 +90,6 @@ class CheckpointFolders:
         self.partial(step).mkdir(parents=True)
 
     def discard(self, step: int) -> None:
-        """Remove the partial checkpoint of `step`."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def complete(self, step: int, checksums: Mapping[str, int] | None = None) -> None:

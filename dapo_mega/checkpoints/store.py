@@ -84,7 +84,6 @@ class CheckpointStore(CheckpointFolders):
 
     @classmethod
     def of_run(cls, output_dir: str, config: CheckpointConfig) -> CheckpointStore:
-        """The store of the run in `output_dir`."""
         root = Path(output_dir) / "checkpoints"
         return cls(root, config.keep_last, config.keep_every, asynchronous=config.asynchronous)
 
@@ -163,7 +162,10 @@ class CheckpointStore(CheckpointFolders):
         content = _sharded_content(policy)
         if critic:
             content["critic"] = _as_critic(_sharded_content(critic))
-        live = _storages(content)
+        # Addresses of the storages that training changes while the files are written.
+        kinds = (ShardedTensor, ShardedTensorFactory)
+        tensors = (shard.data for shard in nested_values(content) if isinstance(shard, kinds))
+        live = frozenset(data.untyped_storage().data_ptr() for data in tensors if data is not None)
         keep_results_in_process()
         request = dist_checkpointing.save(content, str(folder), content_metadata=_METADATA, async_sharded_save=True)
         live = live if self._asynchronous else frozenset()
@@ -313,12 +315,6 @@ def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
         assert not unexpected
         assert all(key.endswith(_LAYER_STATE) for key in missing), missing
     model.load_optimizer(loaded["optimizer"], loaded["scheduler"])
-
-
-def _storages(content: Mapping[str, Any]) -> frozenset[int]:
-    """Addresses of the storages of the checkpoint's tensors."""
-    shards = (value for value in nested_values(content) if isinstance(value, ShardedTensor | ShardedTensorFactory))
-    return frozenset(shard.data.untyped_storage().data_ptr() for shard in shards if shard.data is not None)
 
 
 def _named_chunks(model: TrainedModel) -> dict[str, Any]:

@@ -41,7 +41,6 @@ EXIT_DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command."""
     options = _parser().parse_args(argv)
     prepare_megatron()
     _join_processes(options.command)

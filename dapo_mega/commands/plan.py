@@ -45,7 +45,6 @@ from dapo_mega.simulation.schedules import Assumed, simulated_lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the plan of a configuration."""
     options = _parser().parse_intermixed_args(argv)
     config = given = load_config(RunConfig, options.config, options.overrides)
     if options.gpus is not None:

@@ -69,7 +69,6 @@ class Patch(Wrapper):
 
 
 def make_patch(spec: WeightSpec, change: Change, writes: list[Written]) -> Tensor:
-    """The patch for one tensor's change."""
     origin = _Origin((spec.name,), frozenset([spec.dtype]), change.places is not None, writes)
     if change.places is None:
         return Patch.of(change.values, origin)

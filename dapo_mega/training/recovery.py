@@ -11,7 +11,7 @@ from dapo_mega.batching.step_advantages import step_advantages
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import TrainerLost
-from dapo_mega.training.build import Learnt, TrainingRun
+from dapo_mega.training.build import TrainingRun
 from dapo_mega.training.lifecycle import find_checkpoint
 from dapo_mega.training.trainer import Measured, Trainer
 from dapo_mega.types import Group
@@ -63,19 +63,14 @@ def bring_back(run: TrainingRun, lost: TrainerLost) -> None:
             run.trainer.saved_step = None
             newest = find_checkpoint(run.trainer)
             saved = run.trainer.load(newest).step if newest else 0
-            for learnt in run.learnt:
+            for learnt in run.learnt:  # The same updates as when the run first learnt the step.
                 if learnt.step > saved:
-                    learn_again(run, learnt)
+                    run.trainer.take(samples_of_groups(learnt.groups, run.config, learnt.step - 1))
+                    score_groups(run.trainer, run.config, learnt.groups, learnt.step - 1)
+                    run.trainer.update(learnt.entropy_coefficient, traced=run.config.samples.enabled)
             run.weight_sync.reopen()
             run.trainer.begin()
             logger.warning("a trainer continues after step %d", run.step)
             return
         except TrainerLost as again:
             lost = again
-
-
-def learn_again(run: TrainingRun, learnt: Learnt) -> None:
-    """The same updates as when the run first learnt the step."""
-    run.trainer.take(samples_of_groups(learnt.groups, run.config, learnt.step - 1))
-    score_groups(run.trainer, run.config, learnt.groups, learnt.step - 1)
-    run.trainer.update(learnt.entropy_coefficient, traced=run.config.samples.enabled)

@@ -146,7 +146,6 @@ def replay(run_dir: Path, step: int, overrides: Sequence[str] = (), tolerance: f
 
 
 def _compare(trainer: Trainer, config: RunConfig, plan: ReplayPlan, run_dir: Path, tolerance: float) -> Replay:
-    """Train on the plan's steps, and compare."""
     trainer.build(with_engines=False)
     entropy = entropy_control(config)
     if plan.start:
@@ -155,14 +154,14 @@ def _compare(trainer: Trainer, config: RunConfig, plan: ReplayPlan, run_dir: Pat
     earlier: list[Difference] = []
     for step in plan.steps[:-1]:
         _, metrics, _, _ = _replay_one(trainer, config, entropy, run_dir, step)
-        earlier += compare_numbers(_compared(logged, step), metrics, tolerance, f" of step {step}")
+        earlier += compare_numbers(logged.get(step, {}), metrics, tolerance, f" of step {step}")
     step = plan.steps[-1]
     recorded, metrics, updates, values = _replay_one(trainer, config, entropy, run_dir, step)
     return Replay(
         plan,
         trainer.facts.world_size,
         tuple(earlier),
-        tuple(compare_numbers(_compared(logged, step), metrics, tolerance)),
+        tuple(compare_numbers(logged.get(step, {}), metrics, tolerance)),
         tuple(
             difference
             for i, (before, after) in enumerate(zip(recorded.account["updates"], updates, strict=False))
@@ -188,15 +187,11 @@ def _replay_one(
 
 
 def _logged(run_dir: Path) -> Mapping[int, Mapping[str, float]]:
+    """By step, the recorded metrics that training on its groups decides."""
     try:
-        return {int(record["step"]): record for record in read_metrics(run_dir / "metrics.jsonl")}
+        records = read_metrics(run_dir / "metrics.jsonl")
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise InputError(str(error)) from error
-
-
-def _compared(logged: Mapping[int, Mapping[str, float]], step: int) -> dict[str, float]:
-    """The step's metrics that training on its groups decides."""
-    record = logged.get(step, {})
-    return {name: value for name, value in record.items() if name.startswith(_COMPARED)}
+    return {int(r["step"]): {name: r[name] for name in r if name.startswith(_COMPARED)} for r in records}

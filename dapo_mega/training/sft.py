@@ -117,8 +117,6 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
 
 
 class FineTuner(ModelTrainer[SftConfig]):
-    """Trains a policy on demonstrations."""
-
     def build(self) -> None:
         """Load the model. Raises InputError for one that cannot be trained here."""
         self.facts = self._build()
