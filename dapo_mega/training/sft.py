@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dapo_mega.batching.samples import flatten, single_turn
-from dapo_mega.batching.step import PlannedSamples
+from dapo_mega.batching.step import PlannedSamples, plan_samples
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.cli import is_rank_zero, print_once
@@ -139,7 +139,8 @@ class FineTuner(ModelTrainer[SftConfig]):
     def fine_tune(self, demonstrations: Sequence[tuple[TokenIds, TokenIds]], step: int) -> dict[str, float]:
         """The update of this step on prompts and responses; its metrics."""
         samples = flatten([single_turn(prompt, response) for prompt, response in demonstrations])
-        return self._fine_tune(Own(self._planned(samples, token_budget=self._config.tokens_per_microbatch)), step)
+        budget = self._config.tokens_per_microbatch
+        return self._fine_tune(Own(plan_samples(samples, self.facts.packing_layout, token_budget=budget)), step)
 
     @command
     def _fine_tune(self, samples: Own[PlannedSamples], step: int) -> dict[str, float]:

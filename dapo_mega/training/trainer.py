@@ -23,9 +23,10 @@ from dapo_mega.algorithms.ratios import kl_estimate, mean_over
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.plan import PackingStats
 from dapo_mega.batching.samples import FlatSamples, flatten, single_turn
-from dapo_mega.batching.step import PlannedSamples
+from dapo_mega.batching.step import PlannedSamples, plan_samples
 from dapo_mega.config import RunConfig
-from dapo_mega.distributed.commands import Commander, Own, command, gathered
+from dapo_mega.distributed.commands import Own, command, gathered
+from dapo_mega.distributed.links import Links
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import split
@@ -122,7 +123,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         processes: Processes | None,
         began: Callable[[], None] = lambda: None,
         check_stop: Callable[[], None] = lambda: None,
-        elsewhere: Commander | None = None,
+        elsewhere: Links | None = None,
     ) -> None:
         """`check_stop` is called while embedded engines generate, and may raise StopRequested."""
         super().__init__(config, processes, began, elsewhere)
@@ -230,7 +231,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         if in_mini_batches:
             settings["groups_per_update"] = config.batch.mini_batch_groups
             settings["whole_trajectories"] = needs_whole_trajectories(config)
-        return self._take(Own(self._planned(samples, **settings)))
+        return self._take(Own(plan_samples(samples, self.facts.packing_layout, **settings)))
 
     @command
     def _take(self, samples: Own[PlannedSamples]) -> PackingStats:
