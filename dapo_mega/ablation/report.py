@@ -12,7 +12,7 @@ from dapo_mega.ablation.curves import draw_curves
 from dapo_mega.ablation.intervals import Estimate
 from dapo_mega.ablation.outcomes import Outcome
 from dapo_mega.ablation.plan import Plan
-from dapo_mega.ablation.results import ArmResult, Records, RunResult, gather, held_out
+from dapo_mega.ablation.results import ArmResult, Records, gather, held_out
 from dapo_mega.atomic_files import replace_file
 
 _TITLES = {"ladder": "The ladder (DAPO, Table 1)", "methods": "All methods"}
@@ -36,7 +36,11 @@ def markdown(results: Sequence[ArmResult]) -> str:
     for group in dict.fromkeys(result.arm.group for result in results):
         rows = [result for result in results if result.arm.group == group]
         parts.append(f"## {_TITLES[group]}\n\n{_table(rows)}")
-    unfinished = [_unfinished_line(run) for result in results for run in result.runs if run.outcome.state != "finished"]
+    unfinished = []
+    for run in (run for result in results for run in result.runs if run.outcome.state != "finished"):
+        state = {"absent": "not begun"}.get(run.outcome.state, run.outcome.state)
+        reason = f": {run.outcome.message}" if run.outcome.message else ""
+        unfinished.append(f"- {run.run.arm.title}, seed {run.run.seed}: {state}, step {run.outcome.step}{reason}")
     if unfinished:
         parts.append("## Not finished\n\n" + "\n".join(unfinished))
     lacking = []
@@ -89,13 +93,6 @@ def _estimate(value: Estimate | None) -> str:
 
 def _number(value: float | None, spec: str) -> str:
     return _NOTHING if value is None else format(value, spec)
-
-
-def _unfinished_line(result: RunResult) -> str:
-    outcome = result.outcome
-    state = {"absent": "not begun", "begun": "begun"}.get(outcome.state, outcome.state)
-    reason = f": {outcome.message}" if outcome.message else ""
-    return f"- {result.run.arm.title}, seed {result.run.seed}: {state}, step {outcome.step}{reason}"
 
 
 _EXPLANATION = """\

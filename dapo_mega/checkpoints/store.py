@@ -161,7 +161,8 @@ class CheckpointStore(CheckpointFolders):
         """Start writing Megatron's files; `finish` waits for them."""
         content = _sharded_content(policy)
         if critic:
-            content["critic"] = _as_critic(_sharded_content(critic))
+            content["critic"] = _sharded_content(critic)
+            add_prefix_for_sharding(content["critic"], CRITIC_PREFIX)
         # Addresses of the storages that training changes while the files are written.
         kinds = (ShardedTensor, ShardedTensorFactory)
         tensors = (shard.data for shard in nested_values(content) if isinstance(shard, kinds))
@@ -188,7 +189,8 @@ class CheckpointStore(CheckpointFolders):
         saved = read_metadata(path).state_dict_metadata.keys()
         wanted = _wanted_content(policy, saved)
         if critic:
-            wanted["critic"] = _as_critic(_wanted_content(critic, saved, CRITIC_PREFIX))
+            wanted["critic"] = _wanted_content(critic, saved, CRITIC_PREFIX)
+            add_prefix_for_sharding(wanted["critic"], CRITIC_PREFIX)
         try:
             loaded = load_restricted(wanted, path)
             values = read_json_object(path / "loop.json")
@@ -297,12 +299,6 @@ def _wanted_content(model: TrainedModel, saved: Collection[str], prefix: str = "
                 del chunk[key]
     optimizer = model.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=_METADATA)
     return {**chunks, "optimizer": optimizer, "scheduler": {}}
-
-
-def _as_critic(content: dict[str, Any]) -> dict[str, Any]:
-    """The content under the names of a critic's tensors."""
-    add_prefix_for_sharding(content, CRITIC_PREFIX)
-    return content
 
 
 def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,6 +26,7 @@ from dapo_mega.cli import print_once
 from dapo_mega.commands._arguments import prepare_megatron
 from dapo_mega.config import ParallelConfig
 from dapo_mega.config.files import validated
+from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import InputError
 
 if TYPE_CHECKING:
@@ -43,7 +43,13 @@ EXIT_DIFFERENT = 1
 def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
     prepare_megatron()
-    _join_processes(options.command)
+    if world_size_from_environment() > 1:
+        if options.command in ("verify", "inspect"):
+            raise InputError(f"{options.command} runs in one process; start it without torchrun")
+        import torch.distributed as dist
+
+        # The first process to be done waits for the last.
+        dist.init_process_group("gloo", timeout=timedelta(days=7))
     from dapo_mega.conversion.convert import open_checkpoint
     from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE
 
@@ -117,17 +123,6 @@ def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
         print_once(found.sentence())
     if not agrees:
         sys.exit(EXIT_DIFFERENT)
-
-
-def _join_processes(command: str) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return
-    if command in ("verify", "inspect"):
-        raise InputError(f"{command} runs in one process; start it without torchrun")
-    import torch.distributed as dist
-
-    # The first process to be done waits for the last.
-    dist.init_process_group("gloo", timeout=timedelta(days=7))
 
 
 def _layout(options: argparse.Namespace, arch: Architecture) -> ParallelConfig:

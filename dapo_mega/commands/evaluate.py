@@ -197,7 +197,8 @@ def _evaluate_model(options: argparse.Namespace, path: Path) -> None:
         extraction=options.grader,
         chat_template={"auto": None, "on": True, "off": False}[options.chat_template],
     )
-    output = options.output or _default_output(path, options.step)
+    name = "-".join(path.resolve().parts[-2:]) + ("" if options.step is None else f"-step-{options.step}")
+    output = options.output or Path("runs/evaluations") / name
     model = open_model(path, options.step, output)
     if model.origin:
         print(f"{model.origin} is evaluated as {model.folder}, which is removed in the end", flush=True)
@@ -205,11 +206,6 @@ def _evaluate_model(options: argparse.Namespace, path: Path) -> None:
     evaluate(Evaluation(model, found, choices, dtype, engine, output))
     model.remove_conversion()
     print(f"results: {output / 'results.json'}; responses: dapo-mega show-samples {output}/BENCHMARK")
-
-
-def _default_output(path: Path, step: int | None) -> Path:
-    name = "-".join(path.resolve().parts[-2:])
-    return Path("runs/evaluations") / (name if step is None else f"{name}-step-{step}")
 
 
 def _engine(options: argparse.Namespace, model: Path, output: Path) -> tuple[str, Engine]:

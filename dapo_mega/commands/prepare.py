@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from dapo_mega.commands._prepare_dataset import add_dataset, with_late_inputs
 from dapo_mega.commands._prepare_difficulty import add_difficulty
 from dapo_mega.commands._prepare_transform import add_transform
 from dapo_mega.config import DatasetConfig
+from dapo_mega.config.base import flat
 from dapo_mega.data.arithmetic import ALPHABET, DEFAULT_SHARES, OPERATORS, QUALITIES, ArithmeticTask
 from dapo_mega.data.readers import read_rows
 from dapo_mega.data.templates import TEMPLATES, render_prompt
@@ -121,7 +122,7 @@ def inspect(options: argparse.Namespace) -> None:
     first = next(rows, None)
     if first is None:
         raise InputError(f"dataset {options.file} has no rows")
-    fields = dict(_fields(first.values))
+    fields = flat(first.values)  # By their dotted names, as columns are named in a configuration.
     print("columns, with the first row's values:")
     for name, value in fields.items():
         print(f"  {name}: {value!r:.80}")
@@ -138,15 +139,6 @@ def inspect(options: argparse.Namespace) -> None:
     except InputError as error:
         raise InputError(f"{first.where}: {error}") from error
     print(f"first prompt ({column}, template {options.template}):\n{prompt}")
-
-
-def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field with its dotted name, as columns are named in a configuration."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _fields(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _parameters(options: argparse.Namespace) -> dict[str, Any]:

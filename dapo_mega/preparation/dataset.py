@@ -22,7 +22,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.metrics.run_text import installed_versions
 from dapo_mega.preparation.candidates import INVALID_REASONS, Candidate, CandidateReader, Invalid
 from dapo_mega.preparation.card import CARD, Card, FileRecord, SourceRecord, card_of, file_record, read_card
-from dapo_mega.preparation.contamination import EvaluationIndex
+from dapo_mega.preparation.contamination import EvaluationIndex, EvaluationProblem
 from dapo_mega.preparation.exact_duplicates import DistinctProblems
 from dapo_mega.preparation.filtering import Filters
 from dapo_mega.preparation.filters import integer_of
@@ -51,7 +51,13 @@ def prepare_dataset(
     invalid rows is over `max_invalid_share`, and if nothing is left; then nothing is written.
     """
     sources = {name: Source(name, source) for name, source in config.sources.items()}
-    index, sets = _evaluation_index(config)
+    decontamination = config.decontamination
+    problems: list[EvaluationProblem] = []
+    sets: dict[str, tuple[FileRecord, ...]] = {}
+    for name, evaluation_set in decontamination.sets.items():
+        found, sets[name] = evaluation_problems(name, evaluation_set)
+        problems += found
+    index = EvaluationIndex(problems, decontamination.ngram, decontamination.min_words, decontamination.min_share)
     filters = Filters(config.filters)
     record: dict[str, Any] = {
         "settings": _settings(config),
@@ -210,15 +216,6 @@ def _refuse_ambiguous_columns(row: Row, *columns: str) -> None:
             raise InputError(
                 f"{row.where} has a column {column!r} and a column {head!r} with a field {rest!r}; rename one of them"
             )
-
-
-def _evaluation_index(config: PreparationConfig) -> tuple[EvaluationIndex, dict[str, tuple[FileRecord, ...]]]:
-    settings = config.decontamination
-    problems, files = [], {}
-    for name, evaluation_set in settings.sets.items():
-        found, files[name] = evaluation_problems(name, evaluation_set)
-        problems += found
-    return EvaluationIndex(problems, settings.ngram, settings.min_words, settings.min_share), files
 
 
 def _settings(config: PreparationConfig) -> dict[str, Any]:

@@ -79,12 +79,18 @@ def measure_difficulty(
     are kept in a journal beside `output`. Raises InputError for what cannot be used, a journal of another call among
     it, and FleetError if engines are gone or did not answer.
     """
-    _check(options)
+    if options.samples < 1:
+        raise InputError(f"{options.samples} samples per prompt say nothing; give 1 or more")
+    lowest, highest = options.keep
+    if not 0 <= lowest <= highest <= 1:
+        raise InputError(f"pass rates from {lowest:g} to {highest:g} are no range within 0 to 1, such as 0.1..0.9")
     check_folder(output, force=options.force)
     parent, rows = read_dataset(source)
     config = _as_prepared(config, next(iter(read_dataset(source)[1]), {}))
     tokenizer = load_tokenizer(config.model.path)
-    prompts = _prompts(config, source, tokenizer)
+    # One prompt for each row of the dataset, in order.
+    changes = {"path": str(source / DATA), "deduplicate": False, "max_rows": None}
+    prompts = load_prompts(_dataset(config).model_copy(update=changes), tokenizer, 10**9).prompts
     settings = _settings(config, options)
     is_long = [len(prompt.token_ids) > config.data.max_prompt_tokens for prompt in prompts]
     depends_on = {"made_by": MADE_BY, "dataset_sha256": parent.data.sha256, **settings}
@@ -109,7 +115,6 @@ def measure_difficulty(
                 else:
                     found = Measured(**journal.entries[number])
                     rates.append(found.pass_rate)
-                    lowest, highest = options.keep
                     if not lowest <= found.pass_rate <= highest:
                         reason = "too_hard" if found.pass_rate < lowest else "too_easy"
                         writer.drop(reason, f"{found.correct} of {found.samples} are correct", where, values)
@@ -124,14 +129,6 @@ def measure_difficulty(
             )
         journal.remove()
     return card
-
-
-def _check(options: DifficultyOptions) -> None:
-    if options.samples < 1:
-        raise InputError(f"{options.samples} samples per prompt say nothing; give 1 or more")
-    lowest, highest = options.keep
-    if not 0 <= lowest <= highest <= 1:
-        raise InputError(f"pass rates from {lowest:g} to {highest:g} are no range within 0 to 1, such as 0.1..0.9")
 
 
 def _check_lengths(config: RunConfig, prompts: Sequence[Prompt]) -> None:
@@ -169,12 +166,6 @@ def _dataset(config: RunConfig) -> DatasetConfig:
             "data.train, or leave --config out"
         )
     return config.data.train
-
-
-def _prompts(config: RunConfig, source: Path, tokenizer: Any) -> Sequence[Prompt]:
-    """One per row of the dataset, in order."""
-    changes = {"path": str(source / DATA), "deduplicate": False, "max_rows": None}
-    return load_prompts(_dataset(config).model_copy(update=changes), tokenizer, 10**9).prompts
 
 
 def _as_prepared(config: RunConfig, first: Mapping[str, Any]) -> RunConfig:

@@ -18,7 +18,7 @@ from dapo_mega.errors import FleetError, InputError
 from dapo_mega.metrics.run_text import installed_versions
 from dapo_mega.preparation.card import DECIDING_PACKAGES, Card
 from dapo_mega.preparation.journal import journal_of, open_journal
-from dapo_mega.preparation.output import DatasetWriter, DroppedFormat, check_folder, new_dataset, read_dataset
+from dapo_mega.preparation.output import DroppedFormat, check_folder, new_dataset, read_dataset
 from dapo_mega.preparation.transformation import (
     PROMPT,
     Question,
@@ -70,7 +70,16 @@ def transform_dataset(
         transformer = Transformer(transformer_settings, journal, verifier)
         unanswered = _ask(_chunks(rows, source), transformer, options.drop_unanswered)
         with new_dataset(output, options.dropped, force=options.force) as writer:
-            outcomes = _write(_chunks(read_dataset(source)[1], source), transformer, unanswered, writer)
+            outcomes: Counter[str] = Counter()
+            for chunk in _chunks(read_dataset(source)[1], source):
+                results = transformer.results([_question(row) for row in chunk], unanswered)
+                for row, result in zip(chunk, results, strict=True):
+                    outcomes[result.outcome] += 1
+                    if result.reason:
+                        outcomes[f"refused: {result.reason}"] += 1
+                        writer.drop(result.reason, result.detail, row.where, row.values)
+                    else:
+                        writer.keep(_rewritten(row, result), row.where)
             card = writer.finish(
                 MADE_BY,
                 settings={
@@ -102,23 +111,6 @@ def _ask(chunks: Iterable[list[Row]], transformer: Transformer, drop_unanswered:
             f"these again and keeps all other replies; --drop-unanswered leaves them out"
         )
     return unanswered
-
-
-def _write(
-    chunks: Iterable[list[Row]], transformer: Transformer, unanswered: Mapping[int, str], writer: DatasetWriter
-) -> Counter[str]:
-    """Give every row to the writer; counts them by outcome."""
-    outcomes: Counter[str] = Counter()
-    for chunk in chunks:
-        results = transformer.results([_question(row) for row in chunk], unanswered)
-        for row, result in zip(chunk, results, strict=True):
-            outcomes[result.outcome] += 1
-            if result.reason:
-                outcomes[f"refused: {result.reason}"] += 1
-                writer.drop(result.reason, result.detail, row.where, row.values)
-            else:
-                writer.keep(_rewritten(row, result), row.where)
-    return outcomes
 
 
 def _chunks(values: Iterable[dict[str, Any]], source: Path) -> Iterator[list[Row]]:
