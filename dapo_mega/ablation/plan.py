@@ -110,18 +110,15 @@ def describe(plan: Plan) -> Iterator[str]:
         before: RunConfig | None = None
         for arm in (arm for arm in plan.arms if arm.group == group):
             config = plan.of_arm(arm)[0].config
-            yield f"  {arm.title} ({arm.name}): {_changes(before, config) if before else 'the first'}"
+            changes = changed_keys(before, config).items() if before else ()
+            text = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes)
+            yield f"  {arm.title} ({arm.name}): {text or ('no change' if before else 'the first')}"
             before = config if group == "ladder" or before is None else before
 
 
 def changed_keys(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The keys in which two runs differ, with both values, but for folder and seed."""
     return {name: values for name, values in differences(before, after).items() if name not in ("output_dir", "seed")}
-
-
-def _changes(before: RunConfig, after: RunConfig) -> str:
-    changes = changed_keys(before, after).items()
-    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes) or "no change"
 
 
 def _resolve(arm: Arm, seed: int, file: Path, overrides: tuple[str, ...], output: Path) -> Run:

@@ -14,7 +14,7 @@ from signal import SIGINT
 
 from dapo_mega.ablation.arms import LADDER, METHODS
 from dapo_mega.ablation.outcomes import Outcome, outcome_of, refuse_other_settings
-from dapo_mega.ablation.plan import Plan, Request, describe, make_plan
+from dapo_mega.ablation.plan import Request, describe, make_plan
 from dapo_mega.ablation.report import write_results
 from dapo_mega.ablation.runner import Runner, Stop, make_cold_start
 from dapo_mega.ablation.tasks import TASKS
@@ -43,10 +43,6 @@ def main() -> None:
             text = write_results(plan, runner.outcomes)
             print(f"\n{text}\nresults: {plan.output / 'results.md'}, results.json, curves.png", flush=True)
         outcomes = dict(runner.outcomes)
-    _leave_if_unfinished(plan, stop, outcomes)
-
-
-def _leave_if_unfinished(plan: Plan, stop: Stop, outcomes: dict[str, Outcome]) -> None:
     if stop.number is not None:
         status = EXIT_INTERRUPTED if stop.number == SIGINT else EXIT_CONTINUE
         leave(f"{stop.number.name} came; {_progress_line(outcomes)}; start the same command again to continue", status)

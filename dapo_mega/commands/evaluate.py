@@ -69,7 +69,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     held_out.add_argument("--samples", type=Path, metavar="FOLDER", help="also write all responses there")
     options = parser.parse_intermixed_args(ours)
     if options.config is not None:
-        _refuse_options_of_benchmarks(parser, options)
+        given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+        if useless := [f"--{name.replace('_', '-')}" for name in given if name not in _WITH_CONFIG]:
+            raise InputError(
+                f"--config excludes {', '.join(useless)}: the run's file decides; override its keys, such as "
+                f"evaluation.samples_per_prompt=4, or give MODEL with --benchmarks"
+            )
     elif options.samples:
         raise InputError("--samples is for --config; of benchmarks all responses are written to --output")
     options.extra = tuple(extra)
@@ -88,16 +93,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
         options.extra = (*extra, *(() if DETERMINISTIC in extra else (DETERMINISTIC,)))
     return options
-
-
-def _refuse_options_of_benchmarks(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Raises InputError for options beside --config that would decide nothing."""
-    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
-    if useless := [f"--{name.replace('_', '-')}" for name in given if name not in _WITH_CONFIG]:
-        raise InputError(
-            f"--config excludes {', '.join(useless)}: the run's file decides; override its keys, such as "
-            f"evaluation.samples_per_prompt=4, or give MODEL with --benchmarks"
-        )
 
 
 def _add_model_and_benchmarks(parser: argparse.ArgumentParser) -> None:

@@ -67,7 +67,9 @@ def report(found: Replay, step: int, tolerance: float) -> list[str]:
     for name, title in _SECTIONS.items():
         differences: tuple[Difference, ...] = getattr(found, name)
         if differences:
-            lines += ["", f"{title}: {_summary(differences)}"]
+            unequal, number = sum(not d.is_equal for d in differences), len(differences)
+            summary = f"{unequal} of {number} differ" if unequal else f"all {number} are equal, bit for bit"
+            lines += ["", f"{title}: {summary}"]
             lines += [_line(d) for d in differences if not d.is_equal or name == "tokens" or d.name in _ALWAYS]
     return [*lines, "", _verdict(found, step, tolerance)]
 
@@ -77,11 +79,6 @@ _ALWAYS = ("policy/loss", "policy/grad_norm")
 
 def _processes(number: int) -> str:
     return "1 process" if number == 1 else f"{number} processes"
-
-
-def _summary(differences: tuple[Difference, ...]) -> str:
-    unequal = sum(not d.is_equal for d in differences)
-    return f"{unequal} of {len(differences)} differ" if unequal else f"all {len(differences)} are equal, bit for bit"
 
 
 def _line(d: Difference) -> str:

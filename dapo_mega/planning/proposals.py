@@ -47,10 +47,13 @@ def propose(config: RunConfig, base: RankLayout, assumptions: Assumptions) -> tu
     Of one layout the least recompute that fits is kept: more of it only costs time.
     """
     proposals, num_valid = [], 0
+    # Selective leaves out the MLP or the experts: with flash attention the rest saves next to nothing.
+    modules = ("moe",) if base.arch.experts else ("mlp",)
     for parallel in valid_layouts(base):
         num_valid += 1
         for recompute in _RECOMPUTES:
-            candidate = _with_layout(config, base, parallel, recompute)
+            compute = config.compute.model_copy(update={"recompute": recompute, "recompute_modules": modules})
+            candidate = config.model_copy(update={"parallel": parallel, "compute": compute})
             result = estimate(candidate, RankLayout(base.arch, parallel, base.world_size), assumptions)
             if result.fits:
                 proposals.append(Proposal(_settings(candidate), result))
@@ -105,10 +108,3 @@ def override(key: str, value: object) -> str:
     """`key=value` of a command line."""
     text = f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
     return f"{key}={text}"
-
-
-def _with_layout(config: RunConfig, base: RankLayout, parallel: ParallelConfig, recompute: str) -> RunConfig:
-    """`recompute` selective leaves out the MLP or the experts: with flash attention the rest saves next to nothing."""
-    modules = ("moe",) if base.arch.experts else ("mlp",)
-    compute = config.compute.model_copy(update={"recompute": recompute, "recompute_modules": modules})
-    return config.model_copy(update={"parallel": parallel, "compute": compute})

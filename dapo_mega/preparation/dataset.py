@@ -27,7 +27,7 @@ from dapo_mega.preparation.exact_duplicates import DistinctProblems
 from dapo_mega.preparation.filtering import Filters
 from dapo_mega.preparation.filters import integer_of
 from dapo_mega.preparation.near_duplicates import NearDuplicates
-from dapo_mega.preparation.normalization import normal_text
+from dapo_mega.preparation.normalization import NormalText, normal_text
 from dapo_mega.preparation.output import DatasetWriter, DroppedFormat, check_folder, new_dataset
 from dapo_mega.preparation.sources import Source, evaluation_problems
 
@@ -165,7 +165,11 @@ class _Preparation:
     def _drop_near_duplicates(self) -> dict[int, tuple[int, float]]:
         assert self._near is not None
         logger.info("%d rows are left before near duplicates are looked for", len(self._writer.rows))
-        removed = self._near.found(lambda row: normal_text(_text(self._writer.rows[row])))
+
+        def text(row: int) -> NormalText:
+            return normal_text("\n".join(message["content"] for message in self._writer.rows[row]["prompt"]))
+
+        removed = self._near.found(text)
         for later, (earlier, similarity) in removed.items():
             number = self._kept[later]
             evidence = f"similarity {similarity:.3f} to {self._problems.where(self._kept[earlier])}"
@@ -201,10 +205,6 @@ class _Preparation:
         if now > self._last_log + _LOG_SECONDS:
             self._last_log = now
             logger.info("%s: %d rows read, %d rows kept so far", source.name, source.num_rows, len(self._writer.rows))
-
-
-def _text(values: dict[str, Any]) -> str:
-    return "\n".join(message["content"] for message in values["prompt"])
 
 
 def _refuse_ambiguous_columns(row: Row, *columns: str) -> None:

@@ -45,8 +45,7 @@ def with_trainer(run: TrainingRun, work: Callable[[], T]) -> T:
 
 def forget_saved(run: TrainingRun) -> None:
     """What is in a complete checkpoint need not be learnt again."""
-    newest = run.trainer.store.latest() if run.learnt else None
-    if newest:
+    if run.learnt and (newest := run.trainer.store.latest()):
         run.learnt = [learnt for learnt in run.learnt if learnt.step > step_of(newest)]
 
 

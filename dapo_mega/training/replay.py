@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,8 @@ def _problem(step: int, recorded: Collection[int], checkpoints: Collection[int],
 
 def _as_ranges(steps: Sequence[int]) -> str:
     """As in 1-3, 7."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and step == ranges[-1][1] + 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    ranges = [[step for _, step in run] for _, run in groupby(enumerate(steps), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ranges)
 
 
 def load_replay_config(run_dir: Path, overrides: Sequence[str], recorded_world_size: int) -> RunConfig:
