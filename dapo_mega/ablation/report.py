@@ -37,17 +37,17 @@ def markdown(results: Sequence[ArmResult]) -> str:
         rows = [result for result in results if result.arm.group == group]
         parts.append(f"## {_TITLES[group]}\n\n{_table(rows)}")
     unfinished = []
-    for run in (run for result in results for run in result.runs if run.outcome.state != "finished"):
-        state = {"absent": "not begun"}.get(run.outcome.state, run.outcome.state)
-        reason = f": {run.outcome.message}" if run.outcome.message else ""
-        unfinished.append(f"- {run.run.arm.title}, seed {run.run.seed}: {state}, step {run.outcome.step}{reason}")
+    for one in (one for result in results for one in result.runs if one.outcome.state != "finished"):
+        state = "not begun" if one.outcome.state == "absent" else one.outcome.state
+        reason = f": {one.outcome.message}" if one.outcome.message else ""
+        unfinished.append(f"- {one.run.arm.title}, seed {one.run.seed}: {state}, step {one.outcome.step}{reason}")
     if unfinished:
         parts.append("## Not finished\n\n" + "\n".join(unfinished))
     lacking = []
-    for run in (run for result in results for run in result.finished):
-        if ends := [word for word, place in (("first", 0), ("last", -1)) if held_out(run.records, place) is None]:
+    for one in (one for result in results for one in result.finished):
+        if ends := [word for word, place in (("first", 0), ("last", -1)) if held_out(one.records, place) is None]:
             lacking.append(
-                f"- {run.run.arm.title}, seed {run.run.seed}: no accuracy in the {' and the '.join(ends)} "
+                f"- {one.run.arm.title}, seed {one.run.seed}: no accuracy in the {' and the '.join(ends)} "
                 "evaluation; it is in no mean of these"
             )
     if lacking:
