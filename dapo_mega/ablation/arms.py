@@ -71,11 +71,16 @@ def ladder(names: Sequence[str], given: Mapping[str, Any], overrides: Sequence[s
     if taken := sorted(decided & set(keys)):
         raise InputError(f"{', '.join(taken)}: the rows of the ladder set this themselves; leave the override out")
     start = preset_overrides("dapo", given)
-    return [
-        Arm("ladder", rung.name, rung.title, start, _rung_overrides(index), rung.paper)
-        for index, rung in enumerate(LADDER)
-        if rung.name in names
-    ]
+    arms = []
+    for index, rung in enumerate(LADDER):
+        # Its own technique and those of the rows before are on, the others are off.
+        last = tuple(
+            _override(key, values[number <= index])
+            for number, each in enumerate(LADDER)
+            for key, values in each.keys.items()
+        )
+        arms.append(Arm("ladder", rung.name, rung.title, start, last, rung.paper))
+    return [arm for arm in arms if arm.name in names]
 
 
 def methods(names: Sequence[str], given: Mapping[str, Any]) -> list[Arm]:
@@ -103,15 +108,6 @@ def _keys(names: Iterable[str]) -> list[str]:
     """Keys of the section `algorithm`, those that earlier versions had as those of the choices in which they are."""
     owners = ((name, owner_of(AlgorithmConfig, name)) for name in names)
     return list(dict.fromkeys(owner[0] if owner else name for name, owner in owners))
-
-
-def _rung_overrides(index: int) -> tuple[str, ...]:
-    """Overrides of row `index`: its own technique and those of the rows before are on, the others are off."""
-    return tuple(
-        _override(key, values[number <= index])
-        for number, rung in enumerate(LADDER)
-        for key, values in rung.keys.items()
-    )
 
 
 def _override(key: str, value: Any) -> str:

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dapo_mega.ablation.results import ArmResult, Records
-from dapo_mega.metrics import names
 from dapo_mega.metrics.plotting import empty_figure, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PANELS = (
-    ("Held-out accuracy", "avg@k", names.EVALUATION_AVG_AT_K),
-    ("Response length", "mean tokens", names.RESPONSE_LENGTH_MEAN),
-    ("Generation entropy", "nats per token", names.ENTROPY),
+    ("Held-out accuracy", "avg@k", "evaluation/avg_at_k"),
+    ("Response length", "mean tokens", "rollout/response_length_mean"),
+    ("Generation entropy", "nats per token", "policy/entropy"),
 )
 _TITLES = {"ladder": "Table 1", "methods": "methods"}
 _NUM_COLORS = 20
@@ -52,23 +51,15 @@ def band(runs: Sequence[Records], metric: str) -> Mapping[int, tuple[float, floa
 
 
 def _draw_panel(axes: Axes, arms: Sequence[ArmResult], metric: str) -> None:
+    from matplotlib import colormaps
+
     for index, arm in enumerate(arms):
         points = band([result.records for result in arm.finished], metric)
         if not points:
             continue
         mean, low, high = zip(*points.values(), strict=True)
         # A palette of pairs: the strong colours first.
-        color = (2 * index) % _NUM_COLORS + (2 * index) // _NUM_COLORS % 2
-        line = axes.plot(list(points), mean, color=_palette(color), label=arm.arm.title, marker=_marker(points))
-        axes.fill_between(list(points), low, high, color=line[0].get_color(), alpha=0.15, linewidth=0)
-
-
-def _palette(index: int) -> tuple[float, float, float]:
-    from matplotlib import colormaps
-
-    red, green, blue, _ = colormaps["tab20"](index)
-    return red, green, blue
-
-
-def _marker(points: Mapping[int, object]) -> str | None:
-    return "." if len(points) <= 30 else None
+        color = colormaps["tab20"]((2 * index) % _NUM_COLORS + (2 * index) // _NUM_COLORS % 2)
+        marker = "." if len(points) <= 30 else None
+        axes.plot(list(points), mean, color=color, label=arm.arm.title, marker=marker)
+        axes.fill_between(list(points), low, high, color=color, alpha=0.15, linewidth=0)

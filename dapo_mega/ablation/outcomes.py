@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dapo_mega.ablation.plan import Plan, Run
 from dapo_mega.cli import EXIT_STARVED
 from dapo_mega.errors import InputError
 from dapo_mega.metrics import read_metrics
 from dapo_mega.training.resume import changes_since, is_free
-from dapo_mega.training.run_status import STATUS_FILE
+from dapo_mega.training.run_status import read_status
 
 State = Literal["absent", "begun", "finished", "starved", "failed"]
 METRICS_FILE = "metrics.jsonl"
@@ -36,9 +35,9 @@ class Outcome:
 
 def outcome_of(run: Run) -> Outcome:
     """Raises InputError for a run that has trained further than the plan wants, and so holds another result."""
-    status = _status(run.folder)
+    status, records = read_status(run.folder), records_of(run.folder)
     # A run that was stopped in an evaluation has saved a step that it has not recorded yet.
-    step = max(last_step(run.folder), int(status.get("step", 0)))
+    step = max(int(records[-1]["step"]) if records else 0, int(status.get("step", 0)))
     if step > run.config.num_steps:
         raise InputError(
             f"{run.name}: {run.folder} holds {step} steps, more than num_steps={run.config.num_steps}; raise "
@@ -79,16 +78,3 @@ def records_of(folder: Path) -> list[dict[str, float]]:
     """The metrics that a run has recorded, in the order of its steps."""
     file = folder / METRICS_FILE
     return read_metrics(file) if file.is_file() else []
-
-
-def last_step(folder: Path) -> int:
-    records = records_of(folder)
-    return int(records[-1]["step"]) if records else 0
-
-
-def _status(folder: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((folder / STATUS_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo_mega.ablation.arms import Arm, ladder, methods, reset_keys
-from dapo_mega.ablation.commands import dapo_mega
-from dapo_mega.ablation.tasks import RUN_FILE, Task, find_task
+from dapo_mega.ablation.tasks import RUN_FILE, Task, dapo_mega, find_task
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.config.base import differences
 from dapo_mega.config.files import read_yaml
@@ -86,7 +85,9 @@ def make_plan(request: Request) -> Plan:
     given = _algorithm_section(file)
     arms = [*ladder(request.rows, given, request.overrides), *methods(request.methods, given)]
     seeds = tuple(dict.fromkeys(request.seeds))
-    _refuse_fixed(request.overrides)
+    for key in (override.partition("=")[0].strip() for override in request.overrides):
+        if key in ("output_dir", "seed", "algorithm.preset", "algorithm"):
+            raise InputError(f"{key} differs from run to run; use --output-dir, --seeds, --rows or --methods")
     runs = [
         _resolve(arm, seed, file, (*common, *arm.first, *request.overrides, *arm.last), output)
         for seed in seeds
@@ -109,18 +110,15 @@ def describe(plan: Plan) -> Iterator[str]:
         before: RunConfig | None = None
         for arm in (arm for arm in plan.arms if arm.group == group):
             config = plan.of_arm(arm)[0].config
-            yield f"  {arm.title} ({arm.name}): {_changes(before, config) if before else 'the first'}"
+            changes = changed_keys(before, config).items() if before else ()
+            text = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes)
+            yield f"  {arm.title} ({arm.name}): {text or ('no change' if before else 'the first')}"
             before = config if group == "ladder" or before is None else before
 
 
 def changed_keys(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The keys in which two runs differ, with both values, but for folder and seed."""
     return {name: values for name, values in differences(before, after).items() if name not in ("output_dir", "seed")}
-
-
-def _changes(before: RunConfig, after: RunConfig) -> str:
-    changes = changed_keys(before, after).items()
-    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes) or "no change"
 
 
 def _resolve(arm: Arm, seed: int, file: Path, overrides: tuple[str, ...], output: Path) -> Run:
@@ -140,10 +138,3 @@ def _resolve(arm: Arm, seed: int, file: Path, overrides: tuple[str, ...], output
 def _algorithm_section(file: Path) -> dict[str, Any]:
     section = read_yaml(file).get("algorithm")
     return section if isinstance(section, dict) else {}
-
-
-def _refuse_fixed(overrides: Sequence[str]) -> None:
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if key in ("output_dir", "seed", "algorithm.preset", "algorithm"):
-            raise InputError(f"{key} differs from run to run; use --output-dir, --seeds, --rows or --methods")

@@ -6,14 +6,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from dapo_mega.ablation.curves import draw_curves
 from dapo_mega.ablation.intervals import Estimate
 from dapo_mega.ablation.outcomes import Outcome
 from dapo_mega.ablation.plan import Plan
-from dapo_mega.ablation.results import ArmResult, Records, RunResult, gather, held_out
+from dapo_mega.ablation.results import ArmResult, Records, gather, held_out
 from dapo_mega.atomic_files import replace_file
 
 _TITLES = {"ladder": "The ladder (DAPO, Table 1)", "methods": "All methods"}
@@ -37,11 +36,21 @@ def markdown(results: Sequence[ArmResult]) -> str:
     for group in dict.fromkeys(result.arm.group for result in results):
         rows = [result for result in results if result.arm.group == group]
         parts.append(f"## {_TITLES[group]}\n\n{_table(rows)}")
-    unfinished = [_unfinished_line(run) for result in results for run in result.runs if run.outcome.state != "finished"]
+    unfinished = []
+    for one in (one for result in results for one in result.runs if one.outcome.state != "finished"):
+        state = "not begun" if one.outcome.state == "absent" else one.outcome.state
+        reason = f": {one.outcome.message}" if one.outcome.message else ""
+        unfinished.append(f"- {one.run.arm.title}, seed {one.run.seed}: {state}, step {one.outcome.step}{reason}")
     if unfinished:
         parts.append("## Not finished\n\n" + "\n".join(unfinished))
-    finished = [run for result in results for run in result.finished]
-    if lacking := [line for run in finished if (line := _without_score(run))]:
+    lacking = []
+    for one in (one for result in results for one in result.finished):
+        if ends := [word for word, place in (("first", 0), ("last", -1)) if held_out(one.records, place) is None]:
+            lacking.append(
+                f"- {one.run.arm.title}, seed {one.run.seed}: no accuracy in the {' and the '.join(ends)} "
+                "evaluation; it is in no mean of these"
+            )
+    if lacking:
         parts.append("## Without a score\n\n" + "\n".join(lacking))
     parts.append(_EXPLANATION)
     return "\n\n".join(parts) + "\n"
@@ -58,7 +67,8 @@ def _table(rows: Sequence[ArmResult]) -> str:
         estimates = [_estimate(value) for value in (row.before, row.after, row.gain, row.versus_previous)]
         ends = ((row.response_length, ".1f"), (row.cut_off, ".3f"), (row.entropy, ".3f"), (row.minutes, ".1f"))
         numbers = [_number(value, spec) for value, spec in ends]
-        cells = [row.arm.title, *paper, *estimates, verdict(row.versus_previous), *numbers, _counts(row)]
+        cells = [row.arm.title, *paper, *estimates, verdict(row.versus_previous), *numbers]
+        cells.append(f"{len(row.finished)}/{len(row.runs)}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -83,28 +93,6 @@ def _estimate(value: Estimate | None) -> str:
 
 def _number(value: float | None, spec: str) -> str:
     return _NOTHING if value is None else format(value, spec)
-
-
-def _counts(row: ArmResult) -> str:
-    return f"{len(row.finished)}/{len(row.runs)}"
-
-
-def _unfinished_line(result: RunResult) -> str:
-    outcome = result.outcome
-    state = {"absent": "not begun", "begun": "begun"}.get(outcome.state, outcome.state)
-    reason = f": {outcome.message}" if outcome.message else ""
-    return f"- {result.run.arm.title}, seed {result.run.seed}: {state}, step {outcome.step}{reason}"
-
-
-def _without_score(result: RunResult) -> str:
-    """Which of a finished run's first and last evaluation has no score; empty if both have one."""
-    ends = [word for word, place in (("first", 0), ("last", -1)) if held_out(result.records, place) is None]
-    return (
-        f"- {result.run.arm.title}, seed {result.run.seed}: no accuracy in the {' and the '.join(ends)} evaluation; it "
-        "is in no mean of these"
-        if ends
-        else ""
-    )
 
 
 _EXPLANATION = """\
@@ -141,19 +129,17 @@ def _arm_json(result: ArmResult) -> dict[str, Any]:
         "cut_off": result.cut_off,
         "entropy": result.entropy,
         "minutes": result.minutes,
-        "runs": [_run_json(run) for run in result.runs],
-    }
-
-
-def _run_json(result: RunResult) -> dict[str, Any]:
-    run = result.run
-    return {
-        "seed": run.seed,
-        "file": str(run.file),
-        "overrides": list(run.overrides),
-        "folder": str(run.folder),
-        **asdict(result.outcome),
-        "curves": _curves(result.records),
+        "runs": [
+            {
+                "seed": one.run.seed,
+                "file": str(one.run.file),
+                "overrides": list(one.run.overrides),
+                "folder": str(one.run.folder),
+                **asdict(one.outcome),
+                "curves": _curves(one.records),
+            }
+            for one in result.runs
+        ],
     }
 
 
@@ -169,10 +155,7 @@ def _curves(records: Records) -> dict[str, list[list[float | None]]]:
 
 def _versions(results: Sequence[ArmResult]) -> dict[str, str]:
     """Versions of the packages, as the first run that has begun recorded them."""
-    for result in results:
-        for run in result.runs:
-            file = Path(run.run.folder) / "versions.json"
-            if file.is_file():
-                versions: dict[str, str] = json.loads(file.read_text())
-                return versions
-    return {}
+    files = [one.run.folder / "versions.json" for result in results for one in result.runs]
+    text = next((file.read_text() for file in files if file.is_file()), "{}")
+    versions: dict[str, str] = json.loads(text)
+    return versions

@@ -9,15 +9,12 @@ from dapo_mega.ablation.arms import Arm
 from dapo_mega.ablation.intervals import Estimate, estimate_difference, estimate_mean
 from dapo_mega.ablation.outcomes import Outcome, records_of
 from dapo_mega.ablation.plan import Plan, Run
-from dapo_mega.metrics import names
 
 Records = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run with its records."""
-
     run: Run
     outcome: Outcome
     records: Records
@@ -61,7 +58,7 @@ def gather(plan: Plan, outcomes: Mapping[str, Outcome]) -> list[ArmResult]:
     return results
 
 
-def held_out(records: Records, place: int, metric: str = names.EVALUATION_AVG_AT_K) -> float | None:
+def held_out(records: Records, place: int, metric: str = "evaluation/avg_at_k") -> float | None:
     """A value of the first (`place` 0) or last (-1) evaluation; None if that one has no score, as of one whose
     responses are missing: another evaluation's is no substitute."""
     evaluations = [record for record in records if any(name.startswith("evaluation/") for name in record)]
@@ -79,10 +76,12 @@ def _arm_result(arm: Arm, runs: tuple[RunResult, ...], reference: tuple[RunResul
         after=_estimate(after),
         gain=_estimate([_minus(last, first) for last, first in zip(after, before, strict=True)]),
         versus_previous=_estimate(_paired_differences(runs, reference), estimate_difference),
-        response_length=_mean_of(finished, lambda r: held_out(r, -1, names.EVALUATION_RESPONSE_LENGTH_MEAN)),
-        cut_off=_mean_of(finished, lambda r: held_out(r, -1, names.EVALUATION_TRUNCATED_SHARE)),
-        entropy=_mean_of(finished, lambda r: next((x[names.ENTROPY] for x in reversed(r) if names.ENTROPY in x), None)),
-        minutes=_mean_of(finished, lambda r: sum(record.get(names.STEP_SECONDS, 0.0) for record in r) / 60),
+        response_length=_mean_of(finished, lambda r: held_out(r, -1, "evaluation/response_length_mean")),
+        cut_off=_mean_of(finished, lambda r: held_out(r, -1, "evaluation/truncated_share")),
+        entropy=_mean_of(
+            finished, lambda r: next((x["policy/entropy"] for x in reversed(r) if "policy/entropy" in x), None)
+        ),
+        minutes=_mean_of(finished, lambda r: sum(record.get("time/step_s", 0.0) for record in r) / 60),
     )
 
 

@@ -164,7 +164,9 @@ def make_cold_start(plan: Plan, stop: Stop) -> bool:
     if plan.task is None:
         return True
     commands = plan.task.commands(plan.cold_start, plan.processes)
-    record, content = plan.cold_start / "commands.txt", _texts(commands)
+    # Without the interpreter, which may move.
+    content = "".join(" ".join(command[1:]) + "\n" for command in commands)
+    record = plan.cold_start / "commands.txt"
     if record.is_file() and record.read_text() == content:
         return True
     plan.cold_start.mkdir(parents=True, exist_ok=True)
@@ -186,8 +188,3 @@ def make_cold_start(plan: Plan, stop: Stop) -> bool:
 def child_environment(plan: Plan) -> dict[str, str]:
     """The environment of a run: this process's, with what the task needs."""
     return {**os.environ, **(ENVIRONMENT if plan.task else {})}
-
-
-def _texts(commands: Sequence[Sequence[str]]) -> str:
-    """The commands without the interpreter, which may move."""
-    return "".join(" ".join(command[1:]) + "\n" for command in commands)

@@ -5,10 +5,10 @@ Each is made by the commands that a user could type, as child processes; what is
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from dapo_mega.ablation.commands import dapo_mega
 from dapo_mega.errors import InputError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -25,6 +25,12 @@ ENVIRONMENT = {
 
 _SIZES = ("--num-train", "4000", "--num-eval", "256", "--num-demonstrations", "30000")
 MODEL = ("--hidden-size", "192", "--layers", "2", "--heads", "4", "--kv-heads", "4", "--intermediate-size", "512")
+
+
+def dapo_mega(name: str, *arguments: str, processes: int = 1) -> list[str]:
+    """`dapo-mega NAME ...` with this interpreter; training commands in so many processes of this machine."""
+    several = ["--processes", str(processes)] if processes > 1 else []
+    return [sys.executable, "-W", "ignore", "-m", "dapo_mega", name, *several, *arguments]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ earlier checkpoints intact.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -33,7 +34,7 @@ class FileRecord:
 class CheckpointFolders:
     """`root/step_N` for the last `keep_last` checkpoints, and for all steps that `keep_every` divides."""
 
-    def __init__(self, root: Path, keep_last: int, keep_every: int | None) -> None:
+    def __init__(self, root: Path, keep_last: int, keep_every: int | None = None) -> None:
         self.root = root
         self._keep_last = keep_last
         self._keep_every = keep_every
@@ -43,27 +44,33 @@ class CheckpointFolders:
         """The file beside `root` that names the checkpoint completed last. It stays when `root` is lost."""
         return self.root.with_name("last_checkpoint")
 
-    def newest(self) -> Path | None:
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of this step is, or would be."""
+        return self.root / f"step_{step:08d}"
+
+    def latest(self) -> Path | None:
         """Folder of the newest complete checkpoint, or None."""
-        return next(self._complete(), None)
+        return next(self.complete_ones(), None)
 
     def skipped(self) -> list[str]:
-        """Warnings about what a resuming run skips before `newest()`: a sentence for each damaged checkpoint, and one
+        """Warnings about what a resuming run skips before `latest()`: a sentence for each damaged checkpoint, and one
         if `latest` does not name the newest completed one."""
-        newest = self.newest()
+        newest = self.latest()
         sentences = [
             f"skipping the damaged checkpoint {folder} ({problem})"
             for folder in self._steps()
             if (newest is None or folder > newest) and (problem := find_damage(folder))
         ]
-        named = self._named_latest()
+        named = ""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            named = (self.root / _LATEST).read_text().strip()
         if named and not (self.root / named).is_dir():
             sentences.append(f"{self.root / _LATEST} names {named}, which does not exist")
         return sentences
 
-    def complete_ones(self) -> list[Path]:
+    def complete_ones(self) -> Iterator[Path]:
         """The folders whose files all exist with the right sizes, the newest first. Does not read their contents."""
-        return list(self._complete())
+        return (folder for folder in reversed(self._steps()) if find_damage(folder) is None)
 
     def discard_partials(self) -> None:
         """Remove killed runs' partial checkpoints; no other run may be writing."""
@@ -75,7 +82,7 @@ class CheckpointFolders:
 
     def partial(self, step: int) -> Path:
         """The folder that the checkpoint of `step` is written into."""
-        return self.root / f".{_name(step)}.partial"
+        return self.root / f".{self.folder(step).name}.partial"
 
     def begin(self, step: int) -> None:
         """Make an empty folder for writing the checkpoint of `step`."""
@@ -83,7 +90,6 @@ class CheckpointFolders:
         self.partial(step).mkdir(parents=True)
 
     def discard(self, step: int) -> None:
-        """Remove the partial checkpoint of `step`."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def complete(self, step: int, checksums: Mapping[str, int] | None = None) -> None:
@@ -93,7 +99,7 @@ class CheckpointFolders:
         """
         partial = self.partial(step)
         write_manifest(partial, checksums)
-        final = self.root / _name(step)
+        final = self.folder(step)
         if final.exists():
             final.rename(self.root / f".{final.name}.replaced.partial")
         partial.rename(final)
@@ -108,7 +114,7 @@ class CheckpointFolders:
     def _rotate(self, step: int) -> None:
         """Remove checkpoints that are no longer kept. Folders newer than `step` were skipped as damaged: they do not
         count until their steps are saved again."""
-        of_this_run = (folder for folder in self._complete() if step_of(folder) <= step)
+        of_this_run = (folder for folder in self.complete_ones() if step_of(folder) <= step)
         last = [folder for folder, _ in zip(of_this_run, range(self._keep_last), strict=False)]
         for folder in self._steps():
             is_kept = self._keep_every is not None and step_of(folder) % self._keep_every == 0
@@ -116,20 +122,10 @@ class CheckpointFolders:
                 shutil.rmtree(folder)
         self.discard_partials()
 
-    def _complete(self) -> Iterator[Path]:
-        """Complete checkpoints, the newest first."""
-        return (folder for folder in reversed(self._steps()) if find_damage(folder) is None)
-
     def _steps(self) -> list[Path]:
         """All folders with the name of a checkpoint, in the order of steps."""
         found = [path for path in self.root.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir()]
         return sorted(found)
-
-    def _named_latest(self) -> str | None:
-        try:
-            return (self.root / _LATEST).read_text().strip()
-        except (OSError, UnicodeDecodeError):
-            return None
 
 
 def write_manifest(folder: Path, checksums: Mapping[str, int] | None = None) -> None:
@@ -191,10 +187,6 @@ def _file_record(name: str, values: object) -> FileRecord:
         case {"size": int(size), "crc32": int(crc32)}:
             return FileRecord(size, crc32)
     raise ValueError(f"has neither size nor checksum of {name}")
-
-
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
 
 
 def step_of(folder: Path) -> int:

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,13 +69,14 @@ class LoopState:
     arrays: Arrays
 
 
-class CheckpointStore:
-    """The checkpoints of one run, `root/step_N`. Methods are collective over all ranks unless marked as local."""
+class CheckpointStore(CheckpointFolders):
+    """The checkpoints of one run, `root/step_N`: what the folders offer is local, `save`, `finish` and `load` are
+    collective over all ranks."""
 
     def __init__(
         self, root: Path, keep_last: int, keep_every: int | None = None, *, asynchronous: bool = False
     ) -> None:
-        self._folders = CheckpointFolders(root, keep_last, keep_every)
+        super().__init__(root, keep_last, keep_every)
         self._asynchronous = asynchronous
         self._writing = BackgroundWriting()
         self._unfinished_step: int | None = None
@@ -83,63 +84,37 @@ class CheckpointStore:
 
     @classmethod
     def of_run(cls, output_dir: str, config: CheckpointConfig) -> CheckpointStore:
-        """The store of the run in `output_dir`. Local."""
         root = Path(output_dir) / "checkpoints"
         return cls(root, config.keep_last, config.keep_every, asynchronous=config.asynchronous)
 
-    @property
-    def root(self) -> Path:
-        """The folder of all checkpoints."""
-        return self._folders.root
+    def newest_intact(
+        self, seen: Sequence[Sequence[str]], find_damages: Callable[[Path], Sequence[str | None]]
+    ) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint whose checksums are right, and a sentence for each skipped one. `seen` are the names of
+        the complete ones, and `find_damages(folder)` what is damaged in one, as each rank finds it.
 
-    def folder(self, step: int) -> Path:
-        """Where the checkpoint of this step is, or would be."""
-        return self.root / f"step_{step:08d}"
-
-    @property
-    def last_saved(self) -> Path:
-        """The file that says which checkpoint the run has completed, where it has completed one."""
-        return self._folders.last_saved
-
-    def latest(self) -> Path | None:
-        """Folder of the newest complete checkpoint, or None. Local: reads only."""
-        return self._folders.newest()
-
-    def skipped(self) -> list[str]:
-        """A sentence for each damaged checkpoint that is newer than `latest()`. Local: reads only."""
-        return self._folders.skipped()
-
-    def discard_partials(self) -> None:
-        """Remove what killed runs have not completed; the run's lock must be held. Local: on rank 0."""
-        self._folders.discard_partials()
-
-    def newest_intact(self, processes: Processes) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint whose checksums are right, and a sentence for each skipped one.
-
-        The ranks share the reading and get the same result. Raises InputError on all ranks if they see different files.
+        Raises InputError if the ranks see different files.
         """
-        folders, skipped = self._folders.complete_ones(), self._folders.skipped()
-        seen: list[Any] = [None] * processes.world_size
-        dist.all_gather_object(seen, [folder.name for folder in folders], group=processes.control)
         if any(names != seen[0] for names in seen):
             differing = sorted({names[0] if names else "none" for names in seen})
             raise InputError(
                 f"the processes see different checkpoints in {self.root} (the newest: {', '.join(differing)}); "
                 f"output_dir must be on a file system that all machines share"
             )
-        for folder in folders:
-            damage = _find_changed_bytes(folder, processes)
+        skipped = self.skipped()
+        for folder in (self.root / name for name in seen[0]):
+            damage = next((damage for damage in find_damages(folder) if damage), None)
             if damage is None:
                 return folder, skipped
             skipped.append(f"skipping the damaged checkpoint {folder} ({damage})")
         return None, skipped
 
     def has_unrecorded_step(self, path: Path) -> bool:
-        """Whether the run was stopped before the step of this checkpoint was recorded. Local: reads only."""
+        """Whether the run was stopped before the step of this checkpoint was recorded."""
         return _loop_value(path, "unrecorded") is not None
 
     def evaluation_under_way(self, path: Path) -> int | None:
-        """The step of the evaluation beside training that was under way, if there was one. Local: reads only."""
+        """The step of the evaluation beside training that was under way, if there was one."""
         step: int | None = _loop_value(path, EVALUATION_UNDER_WAY)
         return step
 
@@ -151,10 +126,10 @@ class CheckpointStore:
         """
         self.finish(policy)
         rng = _gather_rng(policy)
-        partial = self._folders.partial(step)
+        partial = self.partial(step)
         failure = None
         if policy.processes.rank == 0:
-            failure = _attempt(lambda: self._folders.begin(step))
+            failure = _attempt(lambda: self.begin(step))
         self._check(policy, failure, step)
         failure = _attempt(lambda: self._write_megatron(policy, critic, partial))
         if failure is not None:
@@ -179,15 +154,19 @@ class CheckpointStore:
         self._unfinished_step = None
         checksums = self._check(policy, failure, step)
         if policy.processes.rank == 0:
-            failure = _attempt(lambda: self._folders.complete(step, checksums))
+            failure = _attempt(lambda: self.complete(step, checksums))
         self._check(policy, failure, step)
 
     def _write_megatron(self, policy: TrainedModel, critic: TrainedModel | None, folder: Path) -> None:
         """Start writing Megatron's files; `finish` waits for them."""
         content = _sharded_content(policy)
         if critic:
-            content["critic"] = _as_critic(_sharded_content(critic))
-        live = _storages(content)
+            content["critic"] = _sharded_content(critic)
+            add_prefix_for_sharding(content["critic"], CRITIC_PREFIX)
+        # Addresses of the storages that training changes while the files are written.
+        kinds = (ShardedTensor, ShardedTensorFactory)
+        tensors = (shard.data for shard in nested_values(content) if isinstance(shard, kinds))
+        live = frozenset(data.untyped_storage().data_ptr() for data in tensors if data is not None)
         keep_results_in_process()
         request = dist_checkpointing.save(content, str(folder), content_metadata=_METADATA, async_sharded_save=True)
         live = live if self._asynchronous else frozenset()
@@ -200,12 +179,18 @@ class CheckpointStore:
         check_pickles(path)
         _check_optimizers(policy, path, "num_optimizers")
         if critic:
-            _check_has_critic(path)
+            if not (path / CRITIC_CONFIG_FILE).is_file():
+                raise InputError(
+                    f"checkpoint {path} holds no critic, which algorithm.advantage=gae needs; resume with the "
+                    f"advantage that the run was started with, or start a run in another output_dir with its export "
+                    f"as model.path"
+                )
             _check_optimizers(critic, path, "num_critic_optimizers")
         saved = read_metadata(path).state_dict_metadata.keys()
         wanted = _wanted_content(policy, saved)
         if critic:
-            wanted["critic"] = _as_critic(_wanted_content(critic, saved, CRITIC_PREFIX))
+            wanted["critic"] = _wanted_content(critic, saved, CRITIC_PREFIX)
+            add_prefix_for_sharding(wanted["critic"], CRITIC_PREFIX)
         try:
             loaded = load_restricted(wanted, path)
             values = read_json_object(path / "loop.json")
@@ -240,7 +225,7 @@ class CheckpointStore:
         if is_full and (no_space := os.strerror(errno.ENOSPC)) not in reason:
             reason = f"{no_space}: {reason}"  # C++ writers of files do not raise OSError.
         if policy.processes.rank == 0:
-            self._folders.discard(step)
+            self.discard(step)
         return InputError(
             f"cannot write the checkpoint step_{step:08d} under {self.root} ({reason}); earlier checkpoints "
             f"are intact: free space or fix the permissions and start the same command again"
@@ -255,17 +240,14 @@ def _loop_value(path: Path, name: str) -> Any:
         return None
 
 
-def _find_changed_bytes(folder: Path, processes: Processes) -> str | None:
-    """Collective; see `find_changed_bytes`. Large files are spread evenly."""
+def find_damage_in_share(folder: Path, processes: Processes) -> str | None:
+    """See `find_changed_bytes`, of this rank's share of a checkpoint's files. Large files are spread evenly."""
     try:
         records = read_manifest(folder)
         names = sorted(records, key=lambda name: records[name].size, reverse=True)
-        damage = find_changed_bytes(folder, names[processes.rank :: processes.world_size])
+        return find_changed_bytes(folder, names[processes.rank :: processes.world_size])
     except (OSError, ValueError) as error:
-        damage = f"{MANIFEST_FILE} {_one_line(error)}"
-    damages: list[Any] = [None] * processes.world_size
-    dist.all_gather_object(damages, damage, group=processes.control)
-    return next((damage for damage in damages if damage), None)
+        return f"{MANIFEST_FILE} {_one_line(error)}"
 
 
 def _attempt(action: Callable[[], object]) -> str | None:
@@ -319,12 +301,6 @@ def _wanted_content(model: TrainedModel, saved: Collection[str], prefix: str = "
     return {**chunks, "optimizer": optimizer, "scheduler": {}}
 
 
-def _as_critic(content: dict[str, Any]) -> dict[str, Any]:
-    """The content under the names of a critic's tensors."""
-    add_prefix_for_sharding(content, CRITIC_PREFIX)
-    return content
-
-
 def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
     for name, chunk in _named_chunks(model).items():
         state = loaded[name]
@@ -337,12 +313,6 @@ def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
     model.load_optimizer(loaded["optimizer"], loaded["scheduler"])
 
 
-def _storages(content: Mapping[str, Any]) -> frozenset[int]:
-    """Addresses of the storages of the checkpoint's tensors."""
-    shards = (value for value in nested_values(content) if isinstance(value, ShardedTensor | ShardedTensorFactory))
-    return frozenset(shard.data.untyped_storage().data_ptr() for shard in shards if shard.data is not None)
-
-
 def _named_chunks(model: TrainedModel) -> dict[str, Any]:
     """The model chunks under Megatron's names for them."""
     names = ["model"] if len(model.chunks) == 1 else [f"model{index}" for index in range(len(model.chunks))]
@@ -352,14 +322,6 @@ def _named_chunks(model: TrainedModel) -> dict[str, Any]:
 def _sharded_chunks(model: TrainedModel) -> dict[str, Any]:
     """Megatron's sharded state dict of each model chunk."""
     return {name: unwrapped(chunk).sharded_state_dict() for name, chunk in _named_chunks(model).items()}
-
-
-def _check_has_critic(path: Path) -> None:
-    if not (path / CRITIC_CONFIG_FILE).is_file():
-        raise InputError(
-            f"checkpoint {path} holds no critic, which algorithm.advantage=gae needs; resume with the advantage that "
-            f"the run was started with, or start a run in another output_dir with its export as model.path"
-        )
 
 
 def _check_optimizers(model: TrainedModel, path: Path, key: str) -> None:
@@ -400,14 +362,15 @@ def _write_beside(
 
 
 def _gather_rng(policy: TrainedModel) -> Arrays:
-    """Every rank's random-number states, gathered on rank 0."""
-    states = {"torch": torch.get_rng_state(), **tensor_parallel.get_cuda_rng_tracker().get_states()}
-    mine = {name: state.cpu().numpy() for name, state in states.items() if isinstance(state, torch.Tensor)}
-    gathered: list[Any] = [None] * policy.processes.world_size
-    dist.all_gather_object(gathered, mine, group=policy.processes.control)
-    return {
-        f"rng/{_layout(policy)}/{rank}/{name}": s for rank, states in enumerate(gathered) for name, s in states.items()
-    }
+    """Every rank's random-number states, which have the same names and sizes. Collective."""
+    processes = policy.processes
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, state in {"torch": torch.get_rng_state(), **tensor_parallel.get_cuda_rng_tracker().get_states()}.items():
+        if isinstance(state, torch.Tensor):
+            states = [torch.empty_like(state, device="cpu") for _ in range(processes.world_size)]
+            dist.all_gather(states, state.cpu(), group=processes.control)
+            arrays |= {f"rng/{_layout(policy)}/{rank}/{name}": found.numpy() for rank, found in enumerate(states)}
+    return arrays
 
 
 def _restore_rng(policy: TrainedModel, arrays: Arrays) -> None:

@@ -21,14 +21,6 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def add_run_file(parser: argparse.ArgumentParser) -> None:
-    """Add `--config` and the overrides of its keys. Parse with `parse_intermixed_args`."""
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
-    )
-
-
 def add_prepared_output(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
     """Add where a prepared dataset is written to."""
     parser.add_argument("--output", type=Path, required=is_required, help="folder of the new dataset")
@@ -39,8 +31,12 @@ def add_prepared_output(parser: argparse.ArgumentParser, *, is_required: bool = 
 
 
 def parse_training_arguments(description: str) -> argparse.Namespace:
+    """The run's file, the overrides of its keys, and what is to be done with them."""
     parser = argparse.ArgumentParser(description=description)
-    add_run_file(parser)
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check the run, print its layout, and exit")
     parser.add_argument("--elsewhere", action="store_true", help="with --dry-run: the run is for another machine")
     parser.add_argument("--all", action="store_true", help="with --dry-run: print every key with its value, too")
@@ -63,7 +59,13 @@ def load_to_train(kind: type[ConfigT], arguments: argparse.Namespace) -> ConfigT
 
         print_dry_run(config, elsewhere=arguments.elsewhere, everything=arguments.all)
         return None
+    prepare_megatron()
+    return config
+
+
+def prepare_megatron() -> None:
+    """Let Megatron-Core be imported, also without a GPU, and say nothing that helps nobody."""
+    quiet_libraries()
     from dapo_mega.megatron.repairs import cpu_accelerator
 
     cpu_accelerator.install()
-    return config

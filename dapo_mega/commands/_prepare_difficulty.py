@@ -27,7 +27,6 @@ _KEYS = {
 
 
 def add_difficulty(command: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     command.add_argument("source", type=Path, help="folder of a prepared dataset, with its card.json")
     add_prepared_output(command)
     command.add_argument("--config", type=Path, help="YAML file of a run whose model, template and reward count")
@@ -52,7 +51,6 @@ def add_difficulty(command: argparse.ArgumentParser) -> None:
 
 
 def difficulty(options: argparse.Namespace) -> None:
-    """Run the command."""
     config = _config(options)
     from dapo_mega.preparation.difficulty import DifficultyOptions, measure_difficulty, parse_range
 

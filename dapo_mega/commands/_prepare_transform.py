@@ -12,7 +12,6 @@ from dapo_mega.errors import InputError
 
 
 def add_transform(command: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     command.add_argument("source", type=Path, nargs="?", help="folder of a prepared dataset, with its card.json")
     command.add_argument("--show-prompt", action="store_true", help="print what the model is asked, and exit")
     add_prepared_output(command, is_required=False)
@@ -32,7 +31,6 @@ def add_transform(command: argparse.ArgumentParser) -> None:
 
 
 def transform(options: argparse.Namespace) -> None:
-    """Run the command."""
     if options.show_prompt:
         from dapo_mega.preparation.transformation import PROMPT
 

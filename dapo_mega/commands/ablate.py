@@ -14,7 +14,7 @@ from signal import SIGINT
 
 from dapo_mega.ablation.arms import LADDER, METHODS
 from dapo_mega.ablation.outcomes import Outcome, outcome_of, refuse_other_settings
-from dapo_mega.ablation.plan import Plan, Request, describe, make_plan
+from dapo_mega.ablation.plan import Request, describe, make_plan
 from dapo_mega.ablation.report import write_results
 from dapo_mega.ablation.runner import Runner, Stop, make_cold_start
 from dapo_mega.ablation.tasks import TASKS
@@ -37,24 +37,12 @@ def main() -> None:
     with RunLock(plan.output, on_loss=lambda reason: leave(reason, EXIT_INPUT_ERROR)):
         stop = Stop()
         stop.listen()
-        outcomes = _carry_out(plan, stop, options.parallel)
-    _leave_if_unfinished(plan, stop, outcomes)
-
-
-def _carry_out(plan: Plan, stop: Stop, parallel: int) -> dict[str, Outcome]:
-    """Run what is not settled and write the results; returns how far each run is."""
-    runner = Runner(plan, stop, parallel=parallel, on_end=lambda: _write(plan, runner))
-    if make_cold_start(plan, stop):
-        runner.work()
-        print(f"\n{_write(plan, runner)}\nresults: {plan.output / 'results.md'}, results.json, curves.png", flush=True)
-    return dict(runner.outcomes)
-
-
-def _write(plan: Plan, runner: Runner) -> str:
-    return write_results(plan, runner.outcomes)
-
-
-def _leave_if_unfinished(plan: Plan, stop: Stop, outcomes: dict[str, Outcome]) -> None:
+        runner = Runner(plan, stop, parallel=options.parallel, on_end=lambda: write_results(plan, runner.outcomes))
+        if make_cold_start(plan, stop):
+            runner.work()
+            text = write_results(plan, runner.outcomes)
+            print(f"\n{text}\nresults: {plan.output / 'results.md'}, results.json, curves.png", flush=True)
+        outcomes = dict(runner.outcomes)
     if stop.number is not None:
         status = EXIT_INTERRUPTED if stop.number == SIGINT else EXIT_CONTINUE
         leave(f"{stop.number.name} came; {_progress_line(outcomes)}; start the same command again to continue", status)
@@ -74,23 +62,18 @@ def _progress_line(outcomes: dict[str, Outcome]) -> str:
 
 def _request(options: argparse.Namespace) -> Request:
     """Without --rows and --methods everything is compared; with one of them only that."""
+    rows, methods = [rung.name for rung in LADDER], METHODS
     everything = options.rows is None and options.methods is None
     return Request(
         output=options.output_dir,
         config=options.config,
         task=options.task,
-        rows=_names(options.rows, [rung.name for rung in LADDER], everything),
-        methods=_names(options.methods, METHODS, everything),
+        rows=(options.rows or rows) if everything or options.rows is not None else (),
+        methods=(options.methods or methods) if everything or options.methods is not None else (),
         seeds=options.seeds,
         overrides=options.overrides,
         processes=options.processes,
     )
-
-
-def _names(given: list[str] | None, known: Sequence[str], everything: bool) -> Sequence[str]:
-    if given is None:
-        return known if everything else ()
-    return given or known
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -9,8 +9,8 @@ import os
 import pickle
 import sys
 
-from dapo_mega.cli import leave_at_sigterm, quiet_libraries, run_command
-from dapo_mega.commands._arguments import load_to_train, parse_training_arguments
+from dapo_mega.cli import leave_at_sigterm, run_command
+from dapo_mega.commands._arguments import load_to_train, parse_training_arguments, prepare_megatron
 from dapo_mega.config import RunConfig
 
 _OF_TRAINER = "--of-trainer"
@@ -29,10 +29,7 @@ def main() -> None:
 def _of_trainer() -> None:
     """Command the run of the trainer that has started this process, whose torchrun may be the second argument."""
     leave_at_sigterm("the run was stopped by SIGTERM before it began; start the same command again")
-    quiet_libraries()
-    from dapo_mega.megatron.repairs import cpu_accelerator
-
-    cpu_accelerator.install()
+    prepare_megatron()
     from dapo_mega.training.controller import control
 
     config, accept_changes = pickle.load(sys.stdin.buffer)

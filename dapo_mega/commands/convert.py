@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_mega.cli import print_once, quiet_libraries
+from dapo_mega.cli import print_once
+from dapo_mega.commands._arguments import prepare_megatron
 from dapo_mega.config import ParallelConfig
 from dapo_mega.config.files import validated
+from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,13 +41,15 @@ EXIT_DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command."""
     options = _parser().parse_args(argv)
-    quiet_libraries()
-    from dapo_mega.megatron.repairs import cpu_accelerator
+    prepare_megatron()
+    if world_size_from_environment() > 1:
+        if options.command in ("verify", "inspect"):
+            raise InputError(f"{options.command} runs in one process; start it without torchrun")
+        import torch.distributed as dist
 
-    cpu_accelerator.install()
-    _join_processes(options.command)
+        # The first process to be done waits for the last.
+        dist.init_process_group("gloo", timeout=timedelta(days=7))
     from dapo_mega.conversion.convert import open_checkpoint
     from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE
 
@@ -75,7 +78,7 @@ def _checkpoint_in(path: Path, *, exported: bool = False) -> Path:
     roots = [root for root in (path / "checkpoints", path) if root.name == "checkpoints" and root.is_dir()]
     if not roots or (path / "config.json").exists():
         return path
-    newest, export = CheckpointFolders(roots[0], 1, None).newest(), roots[0].with_name("hf")
+    newest, export = CheckpointFolders(roots[0], 1).latest(), roots[0].with_name("hf")
     chosen = export if (exported or not newest) and export.is_dir() else newest
     if chosen is None:
         raise InputError(f"{path} is the folder of a run without a complete checkpoint; give a run that has saved one")
@@ -120,17 +123,6 @@ def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
         print_once(found.sentence())
     if not agrees:
         sys.exit(EXIT_DIFFERENT)
-
-
-def _join_processes(command: str) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return
-    if command in ("verify", "inspect"):
-        raise InputError(f"{command} runs in one process; start it without torchrun")
-    import torch.distributed as dist
-
-    # The first process to be done waits for the last.
-    dist.init_process_group("gloo", timeout=timedelta(days=7))
 
 
 def _layout(options: argparse.Namespace, arch: Architecture) -> ParallelConfig:

@@ -69,7 +69,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     held_out.add_argument("--samples", type=Path, metavar="FOLDER", help="also write all responses there")
     options = parser.parse_intermixed_args(ours)
     if options.config is not None:
-        _refuse_options_of_benchmarks(parser, options)
+        given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+        if useless := [f"--{name.replace('_', '-')}" for name in given if name not in _WITH_CONFIG]:
+            raise InputError(
+                f"--config excludes {', '.join(useless)}: the run's file decides; override its keys, such as "
+                f"evaluation.samples_per_prompt=4, or give MODEL with --benchmarks"
+            )
     elif options.samples:
         raise InputError("--samples is for --config; of benchmarks all responses are written to --output")
     options.extra = tuple(extra)
@@ -84,24 +89,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             "after -- are for engines that this command starts; add --engine sglang, without --urls"
         )
     if starts_engines and options.deterministic is not False:
-        options.extra = _with_determinism(options.extra)
+        from dapo_mega.engines.sglang.engine_commands import DETERMINISTIC
+
+        options.extra = (*extra, *(() if DETERMINISTIC in extra else (DETERMINISTIC,)))
     return options
-
-
-def _with_determinism(extra: tuple[str, ...]) -> tuple[str, ...]:
-    from dapo_mega.engines.sglang.engine_commands import DETERMINISTIC
-
-    return extra if DETERMINISTIC in extra else (*extra, DETERMINISTIC)
-
-
-def _refuse_options_of_benchmarks(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Raises InputError for options beside --config that would decide nothing."""
-    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
-    if useless := [f"--{name.replace('_', '-')}" for name in given if name not in _WITH_CONFIG]:
-        raise InputError(
-            f"--config excludes {', '.join(useless)}: the run's file decides; override its keys, such as "
-            f"evaluation.samples_per_prompt=4, or give MODEL with --benchmarks"
-        )
 
 
 def _add_model_and_benchmarks(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +192,8 @@ def _evaluate_model(options: argparse.Namespace, path: Path) -> None:
         extraction=options.grader,
         chat_template={"auto": None, "on": True, "off": False}[options.chat_template],
     )
-    output = options.output or _default_output(path, options.step)
+    name = "-".join(path.resolve().parts[-2:]) + ("" if options.step is None else f"-step-{options.step}")
+    output = options.output or Path("runs/evaluations") / name
     model = open_model(path, options.step, output)
     if model.origin:
         print(f"{model.origin} is evaluated as {model.folder}, which is removed in the end", flush=True)
@@ -209,11 +201,6 @@ def _evaluate_model(options: argparse.Namespace, path: Path) -> None:
     evaluate(Evaluation(model, found, choices, dtype, engine, output))
     model.remove_conversion()
     print(f"results: {output / 'results.json'}; responses: dapo-mega show-samples {output}/BENCHMARK")
-
-
-def _default_output(path: Path, step: int | None) -> Path:
-    name = "-".join(path.resolve().parts[-2:])
-    return Path("runs/evaluations") / (name if step is None else f"{name}-step-{step}")
 
 
 def _engine(options: argparse.Namespace, model: Path, output: Path) -> tuple[str, Engine]:

@@ -35,7 +35,6 @@ def main() -> None:
 
 
 def usage() -> str:
-    """What `dapo-mega --help` prints."""
     listed = "\n".join(f"  {name:14s}{text}" for name, text in COMMANDS.items())
     return (
         f"usage: dapo-mega COMMAND ...\n\n{listed}\n\n"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -45,7 +45,6 @@ from dapo_mega.simulation.schedules import Assumed, simulated_lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the plan of a configuration."""
     options = _parser().parse_intermixed_args(argv)
     config = given = load_config(RunConfig, options.config, options.overrides)
     if options.gpus is not None:
@@ -53,75 +52,66 @@ def main(argv: Sequence[str] | None = None) -> None:
         parallel = config.parallel.model_copy(update={"world_size": None})
         config = config.model_copy(update={"parallel": parallel})
     world_size = options.gpus or config.parallel.world_size or 1
-    arch, assumptions = _architecture(config), _assumptions(options, config)
-    measured = None
+    arch, notes = find_architecture(config)
+    if arch is None:
+        raise InputError("; ".join(notes))
+    assumptions, measured = _assumptions(options, config), None
     if options.calibrate:
         measured = calibrate(options.calibrate, arch, assumptions, _gpus_of(options.calibrate))
         assumptions = _calibrated(assumptions, measured, options, config)
         for line in measured.lines():
             print_once(line)
+    lines: Iterable[str]
     if options.total_gpus is not None:
-        _print_divisions(config, given, arch, options, assumptions, measured)
-        return
-    if options.scaling:
-        _print_scaling(config, arch, options, assumptions, measured)
-        return
-    if options.propose:
-        _print_proposals(config, given, arch, world_size, assumptions)
-        return
-    about_the_run = describe_run(config, world_size)
-    plan = estimate(config, RankLayout(arch, config.parallel, world_size), assumptions)
-    if options.simulate:
-        lines = simulated_lines(plan, _assumed(options, measured), options.timelines)
+        lines = _division_lines(config, given, arch, options, assumptions, measured)
+    elif options.scaling:
+        lines = _scaling_lines(config, arch, options, assumptions, measured)
+    elif options.propose:
+        proposals, num_valid = propose(config, RankLayout(arch, ParallelConfig(), world_size), assumptions)
+        lines = proposal_lines(proposals, num_valid, world_size, assumptions, given)
     else:
-        lines = chain(about_the_run, report(plan))
+        lines = describe_run(config, world_size)
+        plan = estimate(config, RankLayout(arch, config.parallel, world_size), assumptions)
+        if options.simulate:
+            lines = simulated_lines(plan, _assumed(options, measured), options.timelines)
+        else:
+            lines = chain(lines, report(plan))
     for line in lines:
         print_once(line)
 
 
-def _print_proposals(
-    config: RunConfig, given: RunConfig, arch: Architecture, world_size: int, assumptions: Assumptions
-) -> None:
-    proposals, num_valid = propose(config, RankLayout(arch, ParallelConfig(), world_size), assumptions)
-    for line in proposal_lines(proposals, num_valid, world_size, assumptions, given):
-        print_once(line)
-
-
-def _print_divisions(
+def _division_lines(
     config: RunConfig,
     given: RunConfig,
     arch: Architecture,
     options: argparse.Namespace,
     assumptions: Assumptions,
     measured: MeasuredRun | None,
-) -> None:
+) -> Iterable[str]:
     divisions = divide(config, arch, options.total_gpus, assumptions, options.rounds)
-    if options.simulate:
-        assumed = _assumed(options, measured)
-        found = simulate_divisions(divisions, given, assumptions, assumed)
-        for line in simulated_division_lines(found, options.total_gpus, given, assumed):
-            print_once(line)
-        return
-    for line in division_lines(divisions, options.total_gpus, given, options.rounds):
-        print_once(line)
+    if not options.simulate:
+        return division_lines(divisions, options.total_gpus, given, options.rounds)
+    assumed = _assumed(options, measured)
+    found = simulate_divisions(divisions, given, assumptions, assumed)
+    return simulated_division_lines(found, options.total_gpus, given, assumed)
 
 
-def _print_scaling(
+def _scaling_lines(
     config: RunConfig,
     arch: Architecture,
     options: argparse.Namespace,
     assumptions: Assumptions,
     measured: MeasuredRun | None,
-) -> None:
+) -> Iterator[str]:
+    """A line for each size as soon as it is simulated, and then the picture is drawn."""
     output: Path = options.output or Path("scaling.png")
     points = []
     for point in scale(config, arch, _scaled_sizes(options), assumptions, _assumed(options, measured)):
-        print_once(f"{point.num_gpus} GPUs, {point.form}: {point.steps_per_hour:.3g} steps/hour")
+        yield f"{point.num_gpus} GPUs, {point.form}: {point.steps_per_hour:.3g} steps/hour"
         points.append(point)
-    for line in scaling_lines(points, config):
-        print_once(line)
+    yield from scaling_lines(points, config)
     draw_scaling(points, f"{options.config.stem}: {config.batch.groups_per_step} groups a step, simulated", output)
-    print_once(f"picture: {output}")
+    yield f"picture: {output}"
 
 
 def _scaled_sizes(options: argparse.Namespace) -> list[int]:
@@ -138,16 +128,11 @@ def _check_scaling(options: argparse.Namespace) -> None:
         if options.output:
             raise InputError("--output is the picture of --scaling; add --scaling FIRST:LAST, or leave it out")
         return
-    given = {
-        "--gpus": options.gpus,
-        "--engine-gpus": options.engine_gpus,
-        "--propose": options.propose,
-        "--total-gpus": options.total_gpus,
-        "--simulate": options.simulate,
-    }
-    for name, value in given.items():
-        if value:
-            raise InputError(f"--scaling divides the GPUs and simulates by itself; leave {name} out")
+    for name in ("gpus", "engine_gpus", "propose", "total_gpus", "simulate"):
+        if getattr(options, name):
+            raise InputError(
+                f"--scaling divides the GPUs and simulates by itself; leave --{name.replace('_', '-')} out"
+            )
     _scaled_sizes(options)
     output: Path = options.output or Path("scaling.png")
     if output.suffix.lower() != ".png" or not output.absolute().parent.is_dir():
@@ -187,13 +172,6 @@ def _assumed(options: argparse.Namespace, measured: MeasuredRun | None) -> Assum
         options.engine_failures_per_hour or 0.0,
         options.engine_restart_s or Assumed.restart_s,
     )
-
-
-def _architecture(config: RunConfig) -> Architecture:
-    arch, notes = find_architecture(config)
-    if arch is None:
-        raise InputError("; ".join(notes))
-    return arch
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -289,10 +267,11 @@ def _check_total(options: argparse.Namespace) -> None:
     """Refuse what a division of all GPUs decides itself."""
     if options.total_gpus is None:
         return
-    given = {"--gpus": options.gpus, "--engine-gpus": options.engine_gpus, "--propose": options.propose}
-    for name, value in given.items():
-        if value:
-            raise InputError(f"--total-gpus divides the GPUs and proposes layouts itself; leave {name} out")
+    for name in ("gpus", "engine_gpus", "propose"):
+        if getattr(options, name):
+            raise InputError(
+                f"--total-gpus divides the GPUs and proposes layouts itself; leave --{name.replace('_', '-')} out"
+            )
     per_node = options.gpus_per_node
     if options.total_gpus > per_node and options.total_gpus % per_node:
         raise InputError(

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dapo_mega.cli import quiet_libraries
 from dapo_mega.commands._prepare_dataset import add_dataset, with_late_inputs
 from dapo_mega.commands._prepare_difficulty import add_difficulty
 from dapo_mega.commands._prepare_transform import add_transform
 from dapo_mega.config import DatasetConfig
+from dapo_mega.config.base import flat
 from dapo_mega.data.arithmetic import ALPHABET, DEFAULT_SHARES, OPERATORS, QUALITIES, ArithmeticTask
 from dapo_mega.data.readers import read_rows
 from dapo_mega.data.templates import TEMPLATES, render_prompt
@@ -29,10 +30,6 @@ from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_token
 from dapo_mega.errors import InputError
 from dapo_mega.preparation.folders import prepare_folder
 from dapo_mega.preparation.tables import demonstration_table, problem_table
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2Config
-
 
 _PROMPT_COLUMN = "prompt"
 
@@ -87,14 +84,26 @@ def init_model(options: argparse.Namespace) -> None:
 
     def write(folder: Path) -> None:
         import torch
-        from transformers import GenerationConfig, Qwen2ForCausalLM
+        from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
         from dapo_mega.models.hf_writer import set_usual_permissions
 
+        special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        config = Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=options.hidden_size,
+            intermediate_size=options.intermediate_size,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            num_key_value_heads=options.kv_heads,
+            max_position_embeddings=options.max_positions,
+            tie_word_embeddings=not options.untied,
+            **special,
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(options.seed)
-            model = Qwen2ForCausalLM(_model_config(options, tokenizer)).float()
-        model.generation_config = GenerationConfig(**_special_token_ids(tokenizer))
+            model = Qwen2ForCausalLM(config).float()
+        model.generation_config = GenerationConfig(**special)
         model.save_pretrained(folder)
         for file in folder.glob("*.safetensors"):
             set_usual_permissions(file)
@@ -113,7 +122,7 @@ def inspect(options: argparse.Namespace) -> None:
     first = next(rows, None)
     if first is None:
         raise InputError(f"dataset {options.file} has no rows")
-    fields = dict(_fields(first.values))
+    fields = flat(first.values)  # By their dotted names, as columns are named in a configuration.
     print("columns, with the first row's values:")
     for name, value in fields.items():
         print(f"  {name}: {value!r:.80}")
@@ -130,15 +139,6 @@ def inspect(options: argparse.Namespace) -> None:
     except InputError as error:
         raise InputError(f"{first.where}: {error}") from error
     print(f"first prompt ({column}, template {options.template}):\n{prompt}")
-
-
-def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field with its dotted name, as columns are named in a configuration."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _fields(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _parameters(options: argparse.Namespace) -> dict[str, Any]:
@@ -159,30 +159,6 @@ def _check_sizes(options: argparse.Namespace) -> None:
     if options.heads % options.kv_heads:
         divisors = [n for n in range(1, options.heads + 1) if options.heads % n == 0]
         raise InputError(f"--kv-heads {options.kv_heads} does not divide --heads {options.heads}; choose of {divisors}")
-
-
-def _special_token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    return {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-
-
-def _model_config(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=options.hidden_size,
-        intermediate_size=options.intermediate_size,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads,
-        max_position_embeddings=options.max_positions,
-        tie_word_embeddings=not options.untied,
-        **_special_token_ids(tokenizer),
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

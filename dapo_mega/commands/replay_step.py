@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_mega.cli import leave_at_sigterm, print_once, quiet_libraries
-from dapo_mega.commands._arguments import at_least_one
+from dapo_mega.cli import leave_at_sigterm, print_once
+from dapo_mega.commands._arguments import at_least_one, prepare_megatron
 
 if TYPE_CHECKING:
     from dapo_mega.training.differences import Difference
@@ -35,10 +35,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="also write all differences to this JSON file")
     arguments = parser.parse_intermixed_args()
     leave_at_sigterm("the replay was stopped by SIGTERM")
-    quiet_libraries()
-    from dapo_mega.megatron.repairs import cpu_accelerator
-
-    cpu_accelerator.install()
+    prepare_megatron()
     from dapo_mega.training.replay import replay
 
     found = replay(arguments.run_dir, arguments.step, arguments.overrides, arguments.tolerance)
@@ -70,7 +67,9 @@ def report(found: Replay, step: int, tolerance: float) -> list[str]:
     for name, title in _SECTIONS.items():
         differences: tuple[Difference, ...] = getattr(found, name)
         if differences:
-            lines += ["", f"{title}: {_summary(differences)}"]
+            unequal, number = sum(not d.is_equal for d in differences), len(differences)
+            summary = f"{unequal} of {number} differ" if unequal else f"all {number} are equal, bit for bit"
+            lines += ["", f"{title}: {summary}"]
             lines += [_line(d) for d in differences if not d.is_equal or name == "tokens" or d.name in _ALWAYS]
     return [*lines, "", _verdict(found, step, tolerance)]
 
@@ -80,11 +79,6 @@ _ALWAYS = ("policy/loss", "policy/grad_norm")
 
 def _processes(number: int) -> str:
     return "1 process" if number == 1 else f"{number} processes"
-
-
-def _summary(differences: tuple[Difference, ...]) -> str:
-    unequal = sum(not d.is_equal for d in differences)
-    return f"{unequal} of {len(differences)} differ" if unequal else f"all {len(differences)} are equal, bit for bit"
 
 
 def _line(d: Difference) -> str:

@@ -39,7 +39,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="leave out the oldest steps beyond so many responses, or 20 million tokens (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
-    files = _of_steps(_all_files(arguments.run_dir), arguments.steps)
+    folder = samples_folder(arguments.run_dir)
+    files = stored_files(folder)
+    if not files:
+        raise InputError(
+            f"{folder} holds no samples; give the output_dir of a run with samples.enabled=true that has done a step "
+            f"or an evaluation"
+        )
+    files = _of_steps(files, arguments.steps)
     chosen = _newest(files, arguments.responses)
     notes = [f"{len(files) - len(chosen)} older ones left out"] if len(chosen) < len(files) else []
     output = arguments.output or arguments.run_dir / "samples.html"
@@ -52,16 +59,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = output.stat().st_size / 2**20
     shown = len(chosen) - len(page.unreadable)
     print(f"{page.responses} responses of {shown} steps and evaluations{left_out}: {output} ({size:.1f} MiB)")
-
-
-def _all_files(run_dir: Path) -> list[StoredFile]:
-    files = stored_files(samples_folder(run_dir))
-    if not files:
-        raise InputError(
-            f"{samples_folder(run_dir)} holds no samples; give the output_dir of a run with samples.enabled=true that "
-            f"has done a step or an evaluation"
-        )
-    return files
 
 
 def _of_steps(files: list[StoredFile], text: str | None) -> list[StoredFile]:

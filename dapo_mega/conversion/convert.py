@@ -172,8 +172,8 @@ def to_megatron(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, 
     _check_common_dtypes(checkpoint, entries)
     parts = [
         (file, block)
-        for place in _places(checkpoint, parallel)
-        for file, block in _hf_blocks(checkpoint, place, entries[place.placed])
+        for placed, files in _places(checkpoint, parallel)
+        for file, block in _hf_blocks(checkpoint, placed, files, entries[placed])
     ]
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
@@ -214,10 +214,10 @@ def _resharded_blocks(checkpoint: Checkpoint, parallel: ParallelConfig) -> Itera
     """The blocks of a model and its optimizer in another layout, each with its file."""
     entries = stored_entries(checkpoint.family, checkpoint.arch)
     states = _optimizer_states(checkpoint.files)
-    for place in _places(checkpoint, parallel):
-        entry = entries[place.placed]
-        for source_key, key in _keys(place.placed, entry, states, parallel.expert > 1):
-            yield from _stored_blocks(checkpoint, place, entry, source_key, key)
+    for placed, files in _places(checkpoint, parallel):
+        entry = entries[placed]
+        for source_key, key in _keys(placed, entry, states, parallel.expert > 1):
+            yield from _stored_blocks(checkpoint, placed, files, entry, source_key, key)
 
 
 def _made_from(
@@ -246,16 +246,9 @@ def _split(items: Sequence[Item], nbytes: Callable[[Item], int], limit: int) -> 
     yield run
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A parameter, and the file of each of its tensor-parallel shards."""
-
-    placed: PlacedTensor
-    files: Sequence[int]
-
-
-def _places(checkpoint: Checkpoint, parallel: ParallelConfig) -> Iterator[_Place]:
-    """Files are numbered by pipeline stage and tensor-parallel rank; files of expert-parallel parameters follow."""
+def _places(checkpoint: Checkpoint, parallel: ParallelConfig) -> Iterator[tuple[PlacedTensor, Sequence[int]]]:
+    """Every parameter, and the file of each of its tensor-parallel shards. Files are numbered by pipeline stage and
+    tensor-parallel rank; files of expert-parallel parameters follow."""
     checkpoint.arch.check_layout(parallel)
     layout = ChunkLayout(checkpoint.family, checkpoint.arch, parallel.pipeline, parallel.virtual_pipeline)
     num_dense = parallel.pipeline * parallel.tensor
@@ -269,15 +262,16 @@ def _places(checkpoint: Checkpoint, parallel: ParallelConfig) -> Iterator[_Place
                 expert_rank = placed.expert // (checkpoint.arch.experts.number // parallel.expert)
                 size = parallel.expert_tensor
                 first = num_dense + (stage * parallel.expert + expert_rank) * size
-            yield _Place(placed, range(first, first + size))
+            yield placed, range(first, first + size)
 
 
-def _hf_blocks(checkpoint: Checkpoint, place: _Place, entry: Entry) -> Iterator[tuple[int, Block]]:
-    placed, arch = place.placed, checkpoint.arch
+def _hf_blocks(
+    checkpoint: Checkpoint, placed: PlacedTensor, files: Sequence[int], entry: Entry
+) -> Iterator[tuple[int, Block]]:
+    arch, size = checkpoint.arch, len(files)
     dtype = checkpoint.source.spec(placed.hf[0]).dtype
-    size = len(place.files)
     shape = _padded(placed, arch, size)
-    for rank, file in enumerate(place.files):
+    for rank, file in enumerate(files):
         for part, (offsets, sizes) in enumerate(cuts(placed.layout, shape, rank, size)):
             # Gate and up projections are stored one after the other, each sharded separately.
             gated = placed.layout is ShardRule.GATE_UP
@@ -294,16 +288,16 @@ def _hf_shard(
 
 
 def _stored_blocks(
-    checkpoint: Checkpoint, place: _Place, entry: Entry, source_key: str, key: str
+    checkpoint: Checkpoint, placed: PlacedTensor, files: Sequence[int], entry: Entry, source_key: str, key: str
 ) -> Iterator[tuple[int, Block]]:
-    files, size = checkpoint.files, len(place.files)
-    shape = _padded(place.placed, checkpoint.arch, size)
-    dtype = files.tensors[source_key].properties.dtype
-    for rank, file in enumerate(place.files):
-        for offsets, sizes in cuts(place.placed.layout, shape, rank, size):
-            read = partial(_stored_block, files, source_key, entry, offsets, sizes)
+    stored, size = checkpoint.files, len(files)
+    shape = _padded(placed, checkpoint.arch, size)
+    dtype = stored.tensors[source_key].properties.dtype
+    for rank, file in enumerate(files):
+        for offsets, sizes in cuts(placed.layout, shape, rank, size):
+            read = partial(_stored_block, stored, source_key, entry, offsets, sizes)
             state = "" if source_key == entry.key else f" (optimizer, {source_key})"
-            label = f"{' / '.join(place.placed.hf)}{state}"
+            label = f"{' / '.join(placed.hf)}{state}"
             yield file, _stacked(entry, checkpoint.stored_key(key), shape, dtype, offsets, sizes, read, label)
 
 

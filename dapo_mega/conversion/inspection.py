@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import zipfile
 from collections.abc import Iterator
@@ -59,16 +58,11 @@ def _megatron_lines(path: Path) -> Iterator[str]:
         yield f"{'step':12s} {step}, with optimizer and loop state"
         if os.path.lexists(path / CRITIC_CONFIG_FILE):
             yield f"{'critic':12s} beside the policy; --critic describes it"
-        check_regular(path / "loop.npz")
-        with _damage_named(path / "loop.npz") as file, np.load(file) as arrays:
-            layouts = sorted({name.split("/")[1] for name in arrays.files if name.startswith("rng/")})
+        file = path / "loop.npz"
+        check_regular(file)
+        try:
+            with np.load(file) as arrays:
+                layouts = sorted({name.split("/")[1] for name in arrays.files if name.startswith("rng/")})
+        except (OSError, EOFError, ValueError, LookupError, zipfile.BadZipFile) as error:
+            raise InputError(f"{file} cannot be read ({error}); {_REMEDY}") from error
         yield f"{'written by':12s} {', '.join(layouts)}"
-
-
-@contextlib.contextmanager
-def _damage_named(file: Path) -> Iterator[Path]:
-    """In this block, an error from reading the damaged `file` becomes an InputError with its name."""
-    try:
-        yield file
-    except (OSError, EOFError, ValueError, KeyError, LookupError, zipfile.BadZipFile) as error:
-        raise InputError(f"{file} cannot be read ({error}); {_REMEDY}") from error

@@ -72,15 +72,23 @@ def write_folder(target: Path, output: OutputFolder) -> bool:
     made_from = json.loads(json.dumps(output.made_from))
     partial = target.with_name(f".{target.name}.partial")
     with writers.commanding():
-        _refuse_dangling(target)
+        if target.is_symlink() and not target.exists():
+            raise InputError(
+                f"{target} is a link to a folder that does not exist; give another folder, or remove the link"
+            )
         with _locked(target):
             if _is_finished(target, made_from):
-                if _begun_from(partial) == made_from:
+                if _json_object(partial / RECORD_FILE) == made_from:
                     _discard(partial)
                 return False
             _prepare(partial, made_from)
             writers.write(partial)
-            _complete(partial, target, output, made_from)
+            content = partial / _CONTENT
+            output.finish(content, {file.name: _read_record(partial, file.name)["value"] for file in output.files})
+            sizes = {file.name: file.stat().st_size for file in content.iterdir()}
+            replace_file(content / RECORD_FILE, json.dumps({"made_from": made_from, "files": sizes}, indent=1))
+            content.rename(target)
+            _discard(partial)
     return True
 
 
@@ -91,12 +99,32 @@ class _Writers(Commanded):
 
     @command
     def write(self, partial: Path) -> None:
-        _write_files(partial, self._files)
-
-
-def _refuse_dangling(target: Path) -> None:
-    if target.is_symlink() and not target.exists():
-        raise InputError(f"{target} is a link to a folder that does not exist; give another folder, or remove the link")
+        """Write this process's share of the missing files. The first process shows a progress bar if its standard error
+        is a terminal."""
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        mine = self._files[_rank() :: size]
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=_rank() != 0 or not sys.stderr.isatty(),
+        ) as bar:
+            task = bar.add_task("writing", total=sum(file.nbytes for file in mine))
+            for file in mine:
+                record, final = _read_record(partial, file.name), partial / _CONTENT / file.name
+                if "value" in record and _size(final) == record.get("size"):
+                    bar.advance(task, file.nbytes)
+                    continue
+                temporary = partial / f"{file.name}.tmp"
+                value = file.write(temporary, lambda nbytes: bar.advance(task, nbytes))
+                with errors_naming(temporary), temporary.open("rb") as written:
+                    os.fsync(written.fileno())
+                record = {"size": temporary.stat().st_size, "value": value}
+                temporary.rename(final)
+                replace_file(partial / _RECORDS / f"{file.name}.json", json.dumps(record))
 
 
 @contextlib.contextmanager
@@ -118,15 +146,6 @@ def _locked(target: Path) -> Iterator[None]:
             yield
         finally:
             lock.unlink(missing_ok=True)
-
-
-def _complete(partial: Path, target: Path, output: OutputFolder, made_from: Mapping[str, Any]) -> None:
-    content = partial / _CONTENT
-    output.finish(content, {file.name: _read_record(partial, file.name)["value"] for file in output.files})
-    sizes = {file.name: file.stat().st_size for file in content.iterdir()}
-    replace_file(content / RECORD_FILE, json.dumps({"made_from": made_from, "files": sizes}, indent=1))
-    content.rename(target)
-    _discard(partial)
 
 
 def fingerprint(folder: Path, further: Iterable[str] = ()) -> dict[str, list[int]]:
@@ -173,11 +192,11 @@ def _size(file: Path) -> int | None:
 
 def _prepare(partial: Path, made_from: Mapping[str, Any]) -> None:
     """Continue a partial folder of the same conversion, replace one of another conversion, refuse any other folder."""
-    begun_from = _begun_from(partial)
+    begun_from = _json_object(partial / RECORD_FILE)
     if begun_from == made_from:
         logger.info("continuing the interrupted conversion in %s", partial)
     elif partial.exists():
-        _check_ours(partial, has_record=begun_from is not None)
+        _check_ours(partial, has_record=bool(begun_from))
         logger.warning("replacing %s, which was begun from another source or with other options", partial)
         _discard(partial)
     for folder in (_RECORDS, _CONTENT):
@@ -190,11 +209,6 @@ def _discard(partial: Path) -> None:
     for folder in (_RECORDS, _CONTENT):
         shutil.rmtree(partial / folder, ignore_errors=True)
     shutil.rmtree(partial)
-
-
-def _begun_from(partial: Path) -> dict[str, Any] | None:
-    """The recorded source of the partial folder; None without a record."""
-    return _json_object(partial / RECORD_FILE) or None
 
 
 def _check_ours(partial: Path, has_record: bool) -> None:
@@ -210,42 +224,5 @@ def _check_ours(partial: Path, has_record: bool) -> None:
         )
 
 
-def _write_files(partial: Path, files: Sequence[OutputFile]) -> None:
-    """Write this process's share of the missing files."""
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    mine = files[_rank() :: size]
-    with _progress() as bar:
-        task = bar.add_task("writing", total=sum(file.nbytes for file in mine))
-        for file in mine:
-            if _is_written(partial, file.name):
-                bar.advance(task, file.nbytes)
-                continue
-            temporary = partial / f"{file.name}.tmp"
-            value = file.write(temporary, lambda nbytes: bar.advance(task, nbytes))
-            with errors_naming(temporary), temporary.open("rb") as written:
-                os.fsync(written.fileno())
-            record = {"size": temporary.stat().st_size, "value": value}
-            temporary.rename(partial / _CONTENT / file.name)
-            replace_file(partial / _RECORDS / f"{file.name}.json", json.dumps(record))
-
-
-def _is_written(partial: Path, name: str) -> bool:
-    record = _read_record(partial, name)
-    return "value" in record and _size(partial / _CONTENT / name) == record.get("size")
-
-
 def _read_record(partial: Path, name: str) -> dict[str, Any]:
     return _json_object(partial / _RECORDS / f"{name}.json")
-
-
-def _progress() -> Progress:
-    """A progress bar on the first process, if its standard error is a terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=_rank() != 0 or not sys.stderr.isatty(),
-    )

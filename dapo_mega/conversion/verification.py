@@ -94,7 +94,8 @@ def compare_logprobs(left: Checkpoint, right: Checkpoint) -> LogprobComparison:
     transformers runs Hugging Face checkpoints, the policy's model runs Megatron's, one after the other, each whole in
     memory. The models must have the same architecture.
     """
-    prompts = _prompts(left.arch.vocab_size)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, left.arch.vocab_size, length).tolist() for length in _PROMPT_LENGTHS]
     first, second = (_logprobs(checkpoint, prompts) for checkpoint in (left, right))
     return compare_distributions(first, second)
 
@@ -119,11 +120,6 @@ def compare_distributions(first: Tensor, second: Tensor) -> LogprobComparison:
     # Two log-probs of -inf are equal, their difference would be NaN.
     difference = torch.where(first == second, 0.0, (first - second).abs())
     return LogprobComparison(float(difference.max()), float(same_best.float().mean()), counts, len(defined))
-
-
-def _prompts(vocab_size: int) -> list[list[int]]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, vocab_size, length).tolist() for length in _PROMPT_LENGTHS]
 
 
 def _logprobs(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]]) -> Tensor:

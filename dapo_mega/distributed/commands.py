@@ -12,12 +12,15 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested, is_lost_connection
+
+if TYPE_CHECKING:
+    from dapo_mega.distributed.links import Links
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -42,21 +45,11 @@ class End:
     error: Exception | None
 
 
-class Commander(Protocol):
-    """Brings commands to processes that this one is not among."""
-
-    def command(self, name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-        """See `Commanded.command`."""
-
-    def dismiss(self, error: Exception | None) -> None:
-        """They end, with this error."""
-
-
 class Commanded:
     """What the processes of `control` (gloo), all of a run, do together. Every process has one. None: a single process
     without torch.distributed. With `elsewhere` this process commands, and is none of those that obey."""
 
-    def __init__(self, control: dist.ProcessGroup | None, elsewhere: Commander | None = None) -> None:
+    def __init__(self, control: dist.ProcessGroup | None, elsewhere: Links | None = None) -> None:
         self._control = control
         self._elsewhere = elsewhere
         self._is_alone = control is None or dist.get_world_size(control) == 1

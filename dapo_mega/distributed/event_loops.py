@@ -34,7 +34,7 @@ class _DaemonThreads(Executor):
             calls = self._free.pop()
         except IndexError:
             calls = SimpleQueue()
-            threading.Thread(target=self._work, args=(calls,), name="scoring", daemon=True).start()
+            threading.Thread(target=self._work, args=(calls,), name="beside", daemon=True).start()
         calls.put((future, partial(fn, *args, **kwargs)))
         return future
 
@@ -60,7 +60,7 @@ class _DaemonThreads(Executor):
             del future, call, result, fault
 
 
-_THREADS = _DaemonThreads()
+DAEMON_THREADS = _DaemonThreads()
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def outer_loop_set_aside() -> Iterator[None]:
 
 async def beside(function: Callable[[], T]) -> T:
     """What the function returns or raises. If the caller is cancelled, it goes on and nobody hears of it."""
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, function)
+    return await asyncio.get_running_loop().run_in_executor(DAEMON_THREADS, function)
 
 
 class _Started(Executor):

@@ -14,14 +14,14 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-from dapo_mega.distributed.commands import EXPECTED, Commanded, Commander, End
+from dapo_mega.distributed.commands import EXPECTED, Commanded, End
 from dapo_mega.errors import FleetError, StopRequested, TrainerLost
 
 _STOP = "stop"
 _POLL_S = 0.2
 
 
-class Links(Commander):
+class Links:
     """The end that commands. Trainers come and go; one is commanded at a time."""
 
     def __init__(self, host: str) -> None:
@@ -58,7 +58,7 @@ class Links(Commander):
                 )
 
     def command(self, name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-        """See `Commander`. Raises TrainerLost where the trainer dies."""
+        """See `Commanded.command`. Raises TrainerLost where the trainer dies."""
         assert self._link
         try:
             _send(self._link, (name, arguments, named))

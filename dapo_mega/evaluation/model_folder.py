@@ -62,7 +62,7 @@ def open_model(path: Path, step: int | None, work_folder: Path) -> EvaluatedMode
             f"{path} holds neither config.json nor checkpoints; give a Hugging Face checkpoint, a run's folder, or one "
             f"of its checkpoints"
         )
-    found = CheckpointFolders(path / "checkpoints", 1, None).complete_ones()
+    found = list(CheckpointFolders(path / "checkpoints", 1).complete_ones())
     if step is None and not found and (path / "hf" / "config.json").exists():
         return _checked(path / "hf")
     chosen = [folder for folder in found if step in (None, step_of(folder))]

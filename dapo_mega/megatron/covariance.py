@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,8 +65,11 @@ def _ranks(
 
 def _last_chosen(own: Tensor, number: int, processes: Processes) -> Tensor:
     """The `number`-th highest rank [2] over all processes, or the lowest if there are fewer."""
-    found: list[Any] = [None] * processes.world_size
-    dist.all_gather_object(found, _sorted(own)[:, :number], group=processes.control)
+    mine = torch.full((2, number), -torch.inf, dtype=torch.float64)
+    candidates = _sorted(own)[:, :number]
+    mine[:, : candidates.shape[1]] = candidates
+    found = [torch.empty_like(mine) for _ in range(processes.world_size)]
+    dist.all_gather(found, mine, group=processes.control)
     highest = _sorted(torch.cat(found, dim=1))[:, :number]
     return highest[:, -1] if highest.shape[1] else torch.full((2,), torch.inf, dtype=torch.float64)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from dapo_mega.metrics import names
-
 _ANY = "<name>"
 
 
@@ -16,7 +14,6 @@ class Curve:
 
     metric: str
     label: str
-    is_evaluation: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,54 +30,56 @@ FIGURES = (
         "Reward",
         "mean reward",
         (
-            Curve(names.REWARD_MEAN, "training"),
-            Curve(names.ACCURACY_REWARD_MEAN, "training, without length rewards"),
-            Curve(names.EVALUATION_REWARD_MEAN, "evaluation", is_evaluation=True),
+            Curve("rollout/reward_mean", "training"),
+            Curve("rollout/accuracy_reward_mean", "training, without length rewards"),
+            Curve("evaluation/reward_mean", "evaluation"),
         ),
     ),
     Figure(
         "Accuracy",
         "share correct",
         (
-            Curve(names.ACCURACY_MEAN, "training"),
-            Curve(names.EVALUATION_AVG_AT_K, "evaluation avg@k", is_evaluation=True),
-            Curve(names.EVALUATION_PASS_AT_K, "evaluation pass@k", is_evaluation=True),
+            Curve("rollout/accuracy_mean", "training"),
+            Curve("evaluation/avg_at_k", "evaluation avg@k"),
+            Curve("evaluation/pass_at_k", "evaluation pass@k"),
         ),
     ),
     Figure(
         "Response length",
         "mean tokens",
         (
-            Curve(names.RESPONSE_LENGTH_MEAN, "training"),
-            Curve(names.EVALUATION_RESPONSE_LENGTH_MEAN, "evaluation", is_evaluation=True),
+            Curve("rollout/response_length_mean", "training"),
+            Curve("evaluation/response_length_mean", "evaluation"),
         ),
     ),
-    Figure("Generation entropy", "nats per token", (Curve(names.ENTROPY, "entropy"),)),
-    Figure("Loss", "loss", (Curve(names.LOSS, "loss"),)),
+    Figure("Generation entropy", "nats per token", (Curve("policy/entropy", "entropy"),)),
+    Figure("Loss", "loss", (Curve("policy/loss", "loss"),)),
     Figure(
         "KL divergence",
         "nats per token",
-        (Curve(names.KL_TO_OLD, "to the step's start"), Curve(names.KL_TO_REFERENCE, "to the starting model")),
+        (Curve("policy/kl_to_old", "to the step's start"), Curve("policy/kl_to_reference", "to the starting model")),
     ),
     Figure(
         "Reward: <name>",
         "mean of this part",
-        (Curve("reward/part_<name>", "training"), Curve("evaluation/part_<name>", "evaluation", is_evaluation=True)),
+        (Curve("reward/part_<name>", "training"), Curve("evaluation/part_<name>", "evaluation")),
     ),
     Figure(
         "Groups by outcome",
         "share of groups",
         (
-            Curve(names.KEPT_SHARE, "kept"),
-            Curve(names.ALL_RIGHT_SHARE, "all right"),
-            Curve(names.ALL_WRONG_SHARE, "all wrong"),
+            Curve("groups/kept_share", "kept"),
+            Curve("groups/all_right_share", "all right"),
+            Curve("groups/all_wrong_share", "all wrong"),
         ),
     ),
     Figure(
-        "Probability of generated tokens", "mean probability", (Curve(names.MEAN_TOKEN_PROBABILITY, "probability"),)
+        "Probability of generated tokens", "mean probability", (Curve("rollout/mean_token_probability", "probability"),)
     ),
-    Figure("Engines against trainer", "mean |log-prob difference|, nats", (Curve(names.LOGPROB_DIFFERENCE, "nats"),)),
-    Figure("Gradient", "norm", (Curve(names.GRAD_NORM, "policy"), Curve("critic/grad_norm", "critic"))),
+    Figure(
+        "Engines against trainer", "mean |log-prob difference|, nats", (Curve("rollout/logprob_abs_diff_mean", "nats"),)
+    ),
+    Figure("Gradient", "norm", (Curve("policy/grad_norm", "policy"), Curve("critic/grad_norm", "critic"))),
     Figure("Critic: loss", "reward^2", (Curve("critic/value_loss", "loss"),)),
     Figure("Critic: explained variance", "share", (Curve("critic/explained_variance", "share"),)),
 )

@@ -17,13 +17,14 @@ from typing import TypeVar
 from dapo_mega.atomic_files import make_way, parse_json, replace_file, set_aside
 
 R = TypeVar("R")
-_FROM_TEXT = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> str:
     """One line of `metrics.jsonl`, with its newline."""
     record: dict[str, int | float | str] = {"step": step}
-    record.update({name: _encode_value(float(value)) for name, value in metrics.items()})
+    for name, value in metrics.items():
+        record[name] = float(value) if math.isfinite(value) else json.dumps(float(value))
     return json.dumps(record, allow_nan=False) + "\n"
 
 
@@ -39,11 +40,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _step_of(line: bytes) -> float:
-    return _decode_line(line)["step"]
-
-
-def drop_from_step(path: Path, start_step: int, step_of: Callable[[bytes], float] = _step_of) -> int:
+def drop_from_step(
+    path: Path, start_step: int, step_of: Callable[[bytes], float] = lambda line: _decode_line(line)["step"]
+) -> int:
     """Remove the records with step >= `start_step`, and a torn last line, in one atomic replacement.
 
     `step_of` decodes a line of another file of steps; it raises ValueError for what is no record. A file with such
@@ -77,14 +76,6 @@ def drop_from_step(path: Path, start_step: int, step_of: Callable[[bytes], float
     return num_removed
 
 
-def _encode_value(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
-
-
 def step_records(path: Path, decode: Callable[[bytes], R]) -> Iterator[tuple[bytes, R]]:
     """The lines of a file of steps, each with what `decode` finds in it; a torn last line is left out.
 
@@ -114,8 +105,8 @@ def _decode_line(line: bytes) -> dict[str, float]:
 
 
 def _decode_value(name: str, value: object) -> float:
-    if isinstance(value, str) and value in _FROM_TEXT:
-        return _FROM_TEXT[value]
+    if value in _NOT_FINITE:
+        return float(str(value))
     if isinstance(value, int | float) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):
             return float(value)

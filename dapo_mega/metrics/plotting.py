@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_mega.metrics import figures, names
+from dapo_mega.metrics import figures
 from dapo_mega.metrics.jsonl import read_metrics
 
 if TYPE_CHECKING:
@@ -14,11 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class _Run:
-    label: str
-    records: Sequence[Mapping[str, float]]
-
+Records = Sequence[Mapping[str, float]]
 
 _LINE_STYLES = ("-", "--", ":")
 _COLUMNS = 3
@@ -52,14 +47,15 @@ def save_png(figure: "Figure", output: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _load_runs(run_dirs: Sequence[Path]) -> list[_Run]:
+def _load_runs(run_dirs: Sequence[Path]) -> dict[str, Records]:
+    """The records of each run by its label."""
     if not run_dirs:
         raise ValueError("no run to plot")
     if len({run_dir.resolve() for run_dir in run_dirs}) < len(run_dirs):
         raise ValueError("a run is given twice; give each once")
     folder_names = [run_dir.absolute().name for run_dir in run_dirs]
     labels = folder_names if len(set(folder_names)) == len(run_dirs) else [str(path) for path in run_dirs]
-    return [_Run(label, _load(run_dir)) for label, run_dir in zip(labels, run_dirs, strict=True)]
+    return {label: _load(run_dir) for label, run_dir in zip(labels, run_dirs, strict=True)}
 
 
 def _load(run_dir: Path) -> list[dict[str, float]]:
@@ -72,7 +68,7 @@ def _load(run_dir: Path) -> list[dict[str, float]]:
     if not records:
         raise ValueError(f"{path} holds no complete step yet")
     if not figures.figures_of(_names(records)):
-        raise ValueError(f"{path} holds none of the metrics that are drawn, such as {names.REWARD_MEAN}")
+        raise ValueError(f"{path} holds none of the metrics that are drawn, such as rollout/reward_mean")
     return records
 
 
@@ -91,41 +87,46 @@ def empty_figure(width: float, height: float) -> "Figure":
     return figure
 
 
-def _draw(runs: Sequence[_Run]) -> "Figure":
-    panels = figures.figures_of(_names(record for run in runs for record in run.records))
+def _draw(runs: Mapping[str, Records]) -> "Figure":
+    panels = figures.figures_of(_names(record for records in runs.values() for record in records))
     num_rows = -(-len(panels) // _COLUMNS)
     figure = empty_figure(15, 4 * num_rows)
     for number, panel in enumerate(panels, start=1):
-        _draw_panel(figure.add_subplot(num_rows, _COLUMNS, number), panel, runs)
-    title = f"Run {runs[0].label}" if len(runs) == 1 else f"{len(runs)} runs"
+        _draw_panel(figure.add_subplot(num_rows, _COLUMNS, number), panel, list(runs.values()))
+    title = f"Run {next(iter(runs))}" if len(runs) == 1 else f"{len(runs)} runs"
     # parse_math=False: a dollar sign in a folder's name is no formula.
     figure.suptitle(title, parse_math=False)
     if len(runs) > 1:
-        _add_run_legend(figure, runs)
+        from matplotlib.lines import Line2D
+
+        handles = [Line2D([], [], color=f"C{index % 10}", linewidth=2) for index in range(len(runs))]
+        legend = figure.legend(handles, list(runs), loc="outside lower center", ncols=min(len(runs), 4))
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     return figure
 
 
-def _draw_panel(axes: "Axes", panel: figures.Figure, runs: Sequence[_Run]) -> None:
+def _draw_panel(axes: "Axes", panel: figures.Figure, runs: Sequence[Records]) -> None:
     axes.set_title(panel.title, parse_math=False)
     axes.set_xlabel("step")
     axes.locator_params(axis="x", integer=True)
     axes.set_ylabel(panel.y_label)
     axes.grid(alpha=0.3)
-    for run_index, run in enumerate(runs):
+    for run_index, records in enumerate(runs):
         for curve_index, curve in enumerate(panel.curves):
             color_index = curve_index if len(runs) == 1 else run_index
-            _draw_curve(axes, curve, run, f"C{color_index % 10}", _LINE_STYLES[curve_index])
+            _draw_curve(axes, curve, records, f"C{color_index % 10}", _LINE_STYLES[curve_index])
     if len(panel.curves) > 1 or _NOT_FINITE_LABEL in axes.get_legend_handles_labels()[1]:
         _add_curve_legend(axes)
 
 
-def _draw_curve(axes: "Axes", curve: figures.Curve, run: _Run, color: str, line_style: str) -> None:
+def _draw_curve(axes: "Axes", curve: figures.Curve, records: Records, color: str, line_style: str) -> None:
     """Draw one curve of one run, if the run has such a metric."""
-    points = [(record["step"], record[curve.metric]) for record in run.records if curve.metric in record]
+    points = [(record["step"], record[curve.metric]) for record in records if curve.metric in record]
     if not points:
         return
     # A point between two gaps has no line to be seen by, so short and sparse curves get markers.
-    marker = "o" if curve.is_evaluation else "." if len(points) <= 30 else None
+    marker = "o" if curve.metric.startswith("evaluation/") else "." if len(points) <= 30 else None
     steps = [step for step, _ in points]
     values = [value if math.isfinite(value) else math.nan for _, value in points]
     axes.plot(steps, values, line_style, color=color, marker=marker, markersize=5, label=curve.label)
@@ -147,13 +148,3 @@ def _add_curve_legend(axes: "Axes") -> None:
     by_label = dict(zip(reversed(labels), reversed(handles), strict=True))
     unique = list(dict.fromkeys(labels))
     axes.legend([by_label[label] for label in unique], unique, fontsize="small")
-
-
-def _add_run_legend(figure: "Figure", runs: Sequence[_Run]) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=f"C{index % 10}", linewidth=2) for index in range(len(runs))]
-    labels = [run.label for run in runs]
-    legend = figure.legend(handles, labels, loc="outside lower center", ncols=min(len(runs), 4))
-    for text in legend.get_texts():
-        text.set_parse_math(False)

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console, Group
@@ -16,15 +15,13 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from dapo_mega.metrics import names
-
 # label, metric name, format
 RL_COLUMNS = (
-    ("reward", names.REWARD_MEAN, ".3f"),
-    ("accuracy", names.ACCURACY_MEAN, ".3f"),
-    ("length", names.RESPONSE_LENGTH_MEAN, ".0f"),
-    ("entropy", names.ENTROPY, ".3f"),
-    ("tokens/s", names.TOKENS_PER_S, ".0f"),
+    ("reward", "rollout/reward_mean", ".3f"),
+    ("accuracy", "rollout/accuracy_mean", ".3f"),
+    ("length", "rollout/response_length_mean", ".0f"),
+    ("entropy", "policy/entropy", ".3f"),
+    ("tokens/s", "rollout/tokens_per_s", ".0f"),
 )
 _MISSING = "-"
 # Terminal escape sequences, then control characters other than newline and tab.
@@ -80,7 +77,9 @@ class ProgressDisplay:
         self._timed.append((self._num_done, self._clock()))
         if self._live is not None:
             self._live.refresh()
-        elif (self._num_done == self._num_steps or self._clock() >= self._next_line) and self._has_values():
+        elif self._num_done == self._num_steps or self._clock() >= self._next_line:
+            if not any(name in metrics for _, name, _ in self._columns):
+                return
             self._next_line = self._clock() + _SECONDS_BETWEEN_LINES
             self._print(f"{self._position()}  " + "  ".join(self._values()))
 
@@ -98,12 +97,7 @@ class ProgressDisplay:
             self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -119,9 +113,6 @@ class ProgressDisplay:
 
     def _position(self) -> str:
         return self._shown_position or f"step {self._num_done}/{self._num_steps}"
-
-    def _has_values(self) -> bool:
-        return any(name in self._metrics for _, name, _ in self._columns)
 
     def _values(self) -> list[str]:
         values = [f"{label}={_format(self._metrics.get(name), spec)}" for label, name, spec in self._columns]

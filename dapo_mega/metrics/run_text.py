@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -85,10 +86,13 @@ def shortened(text: str, limit: int = _MAX_CHARACTERS) -> str:
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide results, where they are installed."""
     names = ("dapo_mega", "torch", "megatron-core", "transformers", "transformer-engine", "numpy", "math-verify")
-    versions = {"python": platform.python_version()}
+    return {"python": platform.python_version(), **installed_versions(names)}
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """The versions of those of these packages that are installed, by name."""
+    versions = {}
     for name in names:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions

@@ -22,7 +22,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from torch.utils.tensorboard import SummaryWriter
 
 from dapo_mega.atomic_files import make_way, replace_file, set_aside
-from dapo_mega.metrics import figures, names
+from dapo_mega.metrics import figures
 from dapo_mega.metrics.catalogue import describe
 from dapo_mega.metrics.catalogue.tables import metric_tables
 from dapo_mega.metrics.histogram import Histogram
@@ -31,11 +31,16 @@ from dapo_mega.metrics.run_text import RunDescription, code_block
 logger = logging.getLogger(__name__)
 
 # Written once more under a name that sorts first, as TensorBoard opens on the first names.
-_WATCHED: Final = frozenset(
-    {
-        *(names.REWARD_MEAN, names.ACCURACY_MEAN, names.RESPONSE_LENGTH_MEAN, names.ENTROPY, names.KEPT_SHARE),
-        *(names.EVALUATION_AVG_AT_K, names.EVALUATION_REWARD_MEAN, names.LOGPROB_DIFFERENCE, names.LOSS),
-    }
+_WATCHED: Final = (
+    "rollout/reward_mean",
+    "rollout/accuracy_mean",
+    "rollout/response_length_mean",
+    "rollout/logprob_abs_diff_mean",
+    "policy/entropy",
+    "policy/loss",
+    "groups/kept_share",
+    "evaluation/avg_at_k",
+    "evaluation/reward_mean",
 )
 
 
@@ -68,8 +73,13 @@ class TensorBoardLog:
             self._writer.add_text("run/prompts", code_block(run.prompts, limit=None), step)
         if self._is_described:
             return
+        # Patterns that match each figure's metrics, whole families too, and no others.
+        patterns = {
+            figure.title: [f"^{re.escape(curve.metric).replace('<name>', '.+')}$" for curve in figure.curves]
+            for figure in figures.FIGURES
+        }
         self._writer.add_custom_scalars(
-            {"What to watch": {figure.title: ["Multiline", _tags(figure)] for figure in figures.FIGURES}}
+            {"What to watch": {title: ["Multiline", tags] for title, tags in patterns.items()}}
         )
         assert self._writer.file_writer is not None
         for summary in _hyper_parameters(run):
@@ -115,11 +125,6 @@ class TensorBoardLog:
         )
 
 
-def _tags(figure: figures.Figure) -> list[str]:
-    """Patterns that match the figure's metrics, whole families too, and no others."""
-    return [f"^{re.escape(curve.metric).replace('<name>', '.+')}$" for curve in figure.curves]
-
-
 def _hyper_parameters(run: RunDescription) -> Iterator[Summary]:
     """What the HPARAMS tab shows of the run: its hyper-parameters, and the metrics to compare runs by."""
     start = SessionStartInfo(group_name=run.name, start_time_secs=time.time())
@@ -132,19 +137,19 @@ def _hyper_parameters(run: RunDescription) -> Iterator[Summary]:
         else:
             kind, start.hparams[name].number_value = DataType.DATA_TYPE_FLOAT64, value
         infos.append(HParamInfo(name=name, type=kind))
-    experiment = Experiment(hparam_infos=infos, metric_infos=[_metric_info(name) for name in figures.MAIN_METRICS])
+    entries = {name: describe(name) for name in figures.MAIN_METRICS}
+    about_metrics = [
+        MetricInfo(name=MetricName(tag=name), display_name=name, description=entry.text())
+        for name, entry in entries.items()
+        if entry
+    ]
+    experiment = Experiment(hparam_infos=infos, metric_infos=about_metrics)
     for tag, data in (
         (metadata.EXPERIMENT_TAG, HParamsPluginData(experiment=experiment)),
         (metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=start)),
     ):
         about = metadata.create_summary_metadata(data)
         yield Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)])
-
-
-def _metric_info(name: str) -> MetricInfo:
-    entry = describe(name)
-    assert entry is not None
-    return MetricInfo(name=MetricName(tag=name), display_name=name, description=entry.text())
 
 
 def drop_events_from(path: Path, start_step: int) -> None:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dapo_mega.metrics.names import STEP_SECONDS
 from dapo_mega.metrics.timeline import Activity, Span
 
 _STAGE = re.compile(r"[a-z][a-z0-9_]*")
@@ -53,7 +52,7 @@ class StageTimers:
         """
         now = self._clock()
         result = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
-        result[STEP_SECONDS] = now - self._step_start
+        result["time/step_s"] = now - self._step_start
         self._seconds.clear()
         self._step_start = now
         return result

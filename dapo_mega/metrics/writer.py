@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from dapo_mega.metrics.histogram import Histogram
@@ -114,10 +113,5 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close(is_finished=exc_type is None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(is_finished=kind is None)

@@ -111,7 +111,9 @@ class ActivationModel:
 
     def chunk(self, chunk: Chunk) -> float:
         """Bytes kept of one micro-batch by one chunk."""
-        total = self._before_layers(chunk) + self.after_layers(chunk) + self._attention_plan()
+        total = self.after_layers(chunk) + self._attention_plan()
+        if chunk.is_first:  # The embedding's indices, and which of them are another process's.
+            total += self.tokens * (_INDEX + (self.placement.parallel.tensor > 1))
         if self.compute.recompute == "full":
             return total + self.hidden * -(-chunk.num_layers // self.compute.recompute_layers)
         return total + sum(self.kept_layer(layer).total for layer in chunk.layers)
@@ -233,7 +235,10 @@ class ActivationModel:
         row = heads * self.placement.arch.head_dim * _FLOAT
         if self.placement.parallel.context > 1:
             return self._local_attention_of_pieces(row)
-        total: float = self.shape.padded_tokens * (4 * row + _FLOAT * heads) + self._window_masks()
+        window = self.placement.arch.sliding_window
+        # One mask for each block that is longer than the sliding window.
+        masks = sum(_FLOAT * length**2 for _, length in self.shape.blocks if window and length > window)
+        total: float = self.shape.padded_tokens * (4 * row + _FLOAT * heads) + masks
         if self._attends_in_place:
             # The output is the output projection's input.
             total -= self.tokens * row
@@ -243,11 +248,6 @@ class ActivationModel:
                 product = self.placement.projected_heads * self.placement.arch.head_dim * _FLOAT
                 total += self.tokens * product if with_inputs and not self._keeps_projection else 0.0
         return total
-
-    def _window_masks(self) -> float:
-        """One mask for each block that is longer than the sliding window."""
-        window = self.placement.arch.sliding_window
-        return sum(_FLOAT * length**2 for _, length in self.shape.blocks if window and length > window)
 
     def _local_attention_of_pieces(self, row: float) -> float:
         context = self.placement.parallel.context
@@ -305,11 +305,6 @@ class ActivationModel:
         # Packing is not undone by its own index, which is kept to be done again.
         is_repeated = self.compute.recompute == "full" or self._recomputes("core_attn")
         return rotary + _INDEX * (self.tokens + (self.shape.padded_tokens if is_repeated else 0))
-
-    def _before_layers(self, chunk: Chunk) -> float:
-        if not chunk.is_first:
-            return 0.0
-        return self.tokens * (_INDEX + (self.placement.parallel.tensor > 1))
 
     def after_layers(self, chunk: Chunk) -> float:
         """Bytes kept by the final norm and by the scores of the response tokens: hidden states or logits; of a value

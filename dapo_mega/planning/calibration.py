@@ -82,7 +82,14 @@ def calibrate(run_dir: Path, arch: Architecture, assumptions: Assumptions, world
     """Compare the run in `run_dir`, of `world_size` GPUs, with its plan under `assumptions`. Raises InputError for a
     run of another model than `arch`, one without engines of a fleet, and one of too few steps."""
     config = read_run_config(run_dir)
-    _check_model(run_dir, config, arch)
+    of_run, notes = find_architecture(config)
+    if of_run is None:
+        raise InputError(f"--calibrate {run_dir}: {'; '.join(notes)}")
+    if of_run != arch:
+        raise InputError(
+            f"--calibrate {run_dir}: that run's model is {_model(of_run)}, and the plan's is {_model(arch)}; calibrate "
+            "with a run of the planned model"
+        )
     usable = _usable(run_dir, config)
     # A machine that stood still in one step says nothing of the others.
     longest = _STALLED * median(record["time/step_s"] for record in usable)
@@ -118,17 +125,6 @@ def calibrate(run_dir: Path, arch: Architecture, assumptions: Assumptions, world
         num_stalled=len(usable) - len(records),
         about=f"{run_dir}: {_model(arch)}, {world_size} GPUs, {num_engines:.3g} engines",
     )
-
-
-def _check_model(run_dir: Path, config: RunConfig, arch: Architecture) -> None:
-    of_run, notes = find_architecture(config)
-    if of_run is None:
-        raise InputError(f"--calibrate {run_dir}: {'; '.join(notes)}")
-    if of_run != arch:
-        raise InputError(
-            f"--calibrate {run_dir}: that run's model is {_model(of_run)}, and the plan's is {_model(arch)}; calibrate "
-            "with a run of the planned model"
-        )
 
 
 def _model(arch: Architecture) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dapo_mega.config import ParallelConfig, RunConfig
 from dapo_mega.planning.estimate import Assumptions, Estimate, estimate
-from dapo_mega.planning.proposals import Proposal, propose
+from dapo_mega.planning.proposals import Proposal, override, propose
 from dapo_mega.planning.rank_layout import RankLayout
 
 if TYPE_CHECKING:
@@ -55,8 +55,11 @@ class Division:
 
     def overrides(self, config: RunConfig) -> list[str]:
         """What to add to `config` for this division, as `key=value` of a command line."""
-        changed = [key for key in _ENGINE_KEYS if _value(self.config, key) != _value(config, key)]
-        return [f"{key}={_yaml(_value(self.config, key))}" for key in changed] + self.trainer.overrides(config)
+        own, before = (
+            {key: reduce(getattr, key.split("."), each) for key in _ENGINE_KEYS} for each in (self.config, config)
+        )
+        changed = [override(key, value) for key, value in own.items() if value != before[key]]
+        return changed + self.trainer.overrides(config)
 
 
 def divide(
@@ -138,11 +141,3 @@ def _with_engines(config: RunConfig, placement: str, num_engines: int, transport
     rollout = config.rollout.model_copy(update={"placement": placement, "fleet": fleet})
     sync = config.weight_sync.model_copy(update={"transport": transport})
     return config.model_copy(update={"rollout": rollout, "weight_sync": sync})
-
-
-def _value(config: RunConfig, key: str) -> object:
-    return reduce(getattr, key.split("."), config)
-
-
-def _yaml(value: object) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()

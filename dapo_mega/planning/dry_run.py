@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_mega.algorithms.own import try_own_code
@@ -17,6 +16,7 @@ from dapo_mega.data import check_dataset, first_record, load_tokenizer
 from dapo_mega.data.preview import preview_run
 from dapo_mega.data.prompts import Render
 from dapo_mega.data.templates import render_messages
+from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.environments.build import make_environment, try_environment
 from dapo_mega.environments.turns import task_of
 from dapo_mega.errors import InputError
@@ -35,7 +35,7 @@ def print_dry_run(config: RunConfig | SftConfig, *, elsewhere: bool = False, eve
     """
     if not elsewhere and (problems := [problem for path in paths_in(config) if (problem := _path_problem(*path))]):
         raise InputError(f"{'; '.join(problems)}; correct it, or add --elsewhere if the run is for another machine")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = world_size_from_environment()
     if isinstance(config, SftConfig):
         lines = describe_fine_tuning(config, world_size)
         _check("data.train", config.data.train, has_responses=True)
@@ -46,13 +46,24 @@ def print_dry_run(config: RunConfig | SftConfig, *, elsewhere: bool = False, eve
         lines += _reward_lines(config) + _code_notes(config)
     if missing := missing_packages(config.tracking.backends):
         lines.append(f"note: {missing}")
-    preview = _preview(config)
+    # What the datasets that are here look like to the policy, if its tokenizer is here, too.
+    preview = ""
+    if Path(config.model.path).is_dir():
+        tokenizer = load_tokenizer(config.model.path)
+        render: Render = render_messages
+        if isinstance(config, RunConfig) and not _missing_code(config):
+            environment, render = make_environment(config, tokenizer)
+            environment.close()
+        preview = preview_run(config, tokenizer, only_local=True, render=render)
     print_once("\n".join(lines))
     if preview:
         print_once(preview)
     if everything:
         print_once(f"the whole configuration:\n{dump_config(config)}")
-    print_once(f"dry run: the configuration is valid{_exceptions(lines)}; nothing was started")
+    num_notes = sum(line.startswith("note: ") for line in lines)
+    notes = "note" if num_notes == 1 else f"{num_notes} notes"
+    exceptions = f", apart from what the {notes} above could not check here" if num_notes else ""
+    print_once(f"dry run: the configuration is valid{exceptions}; nothing was started")
 
 
 def _path_problem(key: str, kind: PathKind, path: str) -> str | None:
@@ -74,19 +85,6 @@ def _path_problem(key: str, kind: PathKind, path: str) -> str | None:
     if near:
         return f"{key}={path} does not exist; did you mean {here.parent / near[0] / place.relative_to(here)}?"
     return f"{key}={path} does not exist" if here == place and place.is_absolute() else None
-
-
-def _preview(config: RunConfig | SftConfig) -> str:
-    """What the datasets that are here look like to the policy, if its tokenizer is here, too. Raises InputError for a
-    tokenizer that cannot be used."""
-    if not Path(config.model.path).is_dir():
-        return ""
-    tokenizer = load_tokenizer(config.model.path)
-    render: Render = render_messages
-    if isinstance(config, RunConfig) and not _missing_code(config):
-        environment, render = make_environment(config, tokenizer)
-        environment.close()
-    return preview_run(config, tokenizer, only_local=True, render=render)
 
 
 def _check(name: str, dataset: DatasetConfig, has_responses: bool = False) -> None:
@@ -150,10 +148,3 @@ def _key_notes(config: RunConfig) -> list[str]:
         ]
     require_api_key(name)
     return []
-
-
-def _exceptions(lines: Sequence[str]) -> str:
-    num_notes = sum(line.startswith("note: ") for line in lines)
-    if not num_notes:
-        return ""
-    return f", apart from what the {'note' if num_notes == 1 else f'{num_notes} notes'} above could not check here"

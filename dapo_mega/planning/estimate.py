@@ -78,7 +78,10 @@ def estimate(config: RunConfig, placement: RankLayout, assumptions: Assumptions)
     size = num_parameters(placement.arch)
     kind = layer_kind(config)
     engine_memory = _engine_memory(workload, assumptions)
-    engine = _engine(workload, assumptions, engine_memory)
+    gpus_per_node = assumptions.machine.gpus_per_node
+    tensor = assumptions.engine_tensor or smallest_engine(config, placement.arch, engine_memory, gpus_per_node)
+    num_gpus = assumptions.engine_gpus or num_engines_of(config, placement.world_size, tensor) * tensor
+    engine = engine_of(config, tensor, num_gpus)
     weights, num_engines = engine_weight_bytes(engine, placement.arch), engine.num_engines(placement.data_size)
     return Estimate(
         assumptions,
@@ -104,11 +107,3 @@ def _engine_memory(workload: Workload, assumptions: Assumptions) -> float:
             resident = max(sum(trainer_memory(workload, stage).values()) for stage in stages) + ASLEEP_BYTES
             return max(0.0, memory - assumptions.reserved_bytes - resident)
     return 0.0
-
-
-def _engine(workload: Workload, assumptions: Assumptions, engine_memory: float) -> EngineLayout:
-    config, placement = workload.config, workload.placement
-    gpus_per_node = assumptions.machine.gpus_per_node
-    tensor = assumptions.engine_tensor or smallest_engine(config, placement.arch, engine_memory, gpus_per_node)
-    num_gpus = assumptions.engine_gpus or num_engines_of(config, placement.world_size, tensor) * tensor
-    return engine_of(config, tensor, num_gpus)

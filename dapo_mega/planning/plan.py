@@ -16,12 +16,17 @@ from dapo_mega.planning.parameters import num_active_parameters, num_parameters
 def describe_run(config: RunConfig, world_size: int) -> list[str]:
     """Lines that say how the run would be laid out. Raises InputError for contradictory settings."""
     _check_fleet(config)
-    longest = ("data.max_prompt_tokens + rollout.max_response_tokens", config.data.max_prompt_tokens)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     lines, notes, data_size = _describe_model(
-        config, world_size, longest[0], longest[1] + config.rollout.max_response_tokens
+        config, world_size, "data.max_prompt_tokens + rollout.max_response_tokens", longest
     )
     if config.uses_critic:
-        lines.append(_critic_line(config))
+        critic = config.critic
+        lines.append(
+            f"critic: starts from {critic.path or 'model.path'}; learning rate {critic.learning_rate:g} after "
+            f"{critic.warmup_steps} warm-up steps, the first {critic.pretraining_steps} steps without policy updates"
+            + (f", values clipped at {critic.value_clip:g}" if critic.value_clip else "")
+        )
         notes += _critic_notes(config)
     lines.append(_rollout_line(config))
     lines += _batch_lines(config, data_size)
@@ -135,15 +140,6 @@ def _critic_notes(config: RunConfig) -> list[str]:
             f"{policy.vocab_size}; give a critic that was made from a policy with the same tokenizer"
         )
     return []
-
-
-def _critic_line(config: RunConfig) -> str:
-    critic = config.critic
-    return (
-        f"critic: starts from {critic.path or 'model.path'}; learning rate {critic.learning_rate:g} after "
-        f"{critic.warmup_steps} warm-up steps, the first {critic.pretraining_steps} steps without policy updates"
-        + (f", values clipped at {critic.value_clip:g}" if critic.value_clip else "")
-    )
 
 
 def _rollout_line(config: RunConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ class Proposal:
     def overrides(self, config: RunConfig) -> list[str]:
         """What to add to `config` for this layout, as `key=value` of a command line."""
         before = _settings(config)
-        return [f"{name}={_yaml(value)}" for name, value in self.settings.items() if value != before.get(name)]
+        return [override(name, value) for name, value in self.settings.items() if value != before.get(name)]
 
     @property
     def reason(self) -> str:
@@ -46,10 +47,13 @@ def propose(config: RunConfig, base: RankLayout, assumptions: Assumptions) -> tu
     Of one layout the least recompute that fits is kept: more of it only costs time.
     """
     proposals, num_valid = [], 0
+    # Selective leaves out the MLP or the experts: with flash attention the rest saves next to nothing.
+    modules = ("moe",) if base.arch.experts else ("mlp",)
     for parallel in valid_layouts(base):
         num_valid += 1
         for recompute in _RECOMPUTES:
-            candidate = _with_layout(config, base, parallel, recompute)
+            compute = config.compute.model_copy(update={"recompute": recompute, "recompute_modules": modules})
+            candidate = config.model_copy(update={"parallel": parallel, "compute": compute})
             result = estimate(candidate, RankLayout(base.arch, parallel, base.world_size), assumptions)
             if result.fits:
                 proposals.append(Proposal(_settings(candidate), result))
@@ -77,7 +81,10 @@ def valid_layouts(base: RankLayout) -> Iterator[ParallelConfig]:
                             "sequence": tensor > 1,
                             "world_size": world_size,
                         }
-                        yield from _accepted(base, settings)
+                        with contextlib.suppress(ValidationError, InputError):
+                            parallel = ParallelConfig.model_validate(settings)
+                            arch.check_layout(parallel)
+                            yield parallel
 
 
 def _expert_sizes(base: RankLayout, tensor: int, pipeline: int) -> list[tuple[int, int]]:
@@ -87,31 +94,17 @@ def _expert_sizes(base: RankLayout, tensor: int, pipeline: int) -> list[tuple[in
     return [(expert, cut) for expert in divisors(stage_size) for cut in sorted({1, tensor}) if stage_size % cut == 0]
 
 
-def _accepted(base: RankLayout, settings: dict[str, int | bool]) -> Iterator[ParallelConfig]:
-    try:
-        parallel = ParallelConfig.model_validate(settings)
-        base.arch.check_layout(parallel)
-    except (ValidationError, InputError):
-        return
-    yield parallel
-
-
 def _settings(config: RunConfig) -> dict[str, object]:
     """The layout as the configuration's keys."""
     parallel, compute = config.parallel.model_dump(), config.compute
     settings: dict[str, object] = {f"parallel.{name}": value for name, value in parallel.items()}
     settings["compute.recompute"] = compute.recompute
     if compute.recompute == "selective":
-        settings["compute.recompute_modules"] = f"[{','.join(compute.recompute_modules)}]"
+        settings["compute.recompute_modules"] = compute.recompute_modules
     return settings
 
 
-def _yaml(value: object) -> str:
-    return str(value).lower()
-
-
-def _with_layout(config: RunConfig, base: RankLayout, parallel: ParallelConfig, recompute: str) -> RunConfig:
-    """`recompute` selective leaves out the MLP or the experts: with flash attention the rest saves next to nothing."""
-    modules = ("moe",) if base.arch.experts else ("mlp",)
-    compute = config.compute.model_copy(update={"recompute": recompute, "recompute_modules": modules})
-    return config.model_copy(update={"parallel": parallel, "compute": compute})
+def override(key: str, value: object) -> str:
+    """`key=value` of a command line."""
+    text = f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+    return f"{key}={text}"

@@ -60,7 +60,6 @@ class RankLayout:
 
     @property
     def query_heads(self) -> int:
-        """Query heads per process."""
         return self.arch.num_attention_heads // self.parallel.tensor
 
     @property

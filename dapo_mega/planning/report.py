@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from dapo_mega.config import RunConfig
 from dapo_mega.planning.activations import ActivationModel
@@ -114,8 +114,8 @@ def _memory_lines(plan: Estimate) -> Iterator[str]:
     yield "  stage" + "".join(f"{name:>{len(name) + 3}}" for name in [*names, "total"])
     for stage in plan.stages:
         parts = {**stage.always, **stage.either, "total": stage.total}
-        cells = (_cell(parts, name) for name in [*names, "total"])
-        yield f"  {stage.stage:5}" + "".join(cells)
+        texts = {name: f"{parts[name] / GIB:.2f}" if name in parts else "-" for name in [*names, "total"]}
+        yield f"  {stage.stage:5}" + "".join(f"{text:>{len(name) + 3}}" for name, text in texts.items())
     yield from _activation_lines(plan)
     if config.uses_critic:
         yield "  assumed: the critic has the policy's sizes, and activations when the policy has none"
@@ -180,7 +180,11 @@ def _engine_lines(plan: Estimate) -> Iterator[str]:
     if engine.is_colocated:
         yield from _sharing_lines(plan)
     if not engine.is_embedded:
-        yield from _engine_verdict(plan)
+        text = (
+            f"{plan.least_engine_memory / GIB:.1f} GiB per GPU for weights and the cache of one longest response, of "
+            f"{plan.engine_memory / GIB:.1f} GiB"
+        )
+        yield f"  engines fit: {text}" if plan.engine_fits else f"  ENGINES DO NOT FIT: {text}; raise --engine-tensor"
     if generated.rows:
         yield (
             f"  {generated.rows} responses at once per engine"
@@ -206,14 +210,6 @@ def _where(plan: Estimate) -> str:
         return f"colocated, {count} engine(s) on the trainer's GPUs{tensor}"
     source = "--engine-gpus" if given.engine_gpus else "rollout.fleet, --engine-gpus plans others"
     return f"{engine.num_gpus} GPUs of their own, {count} engine(s) ({source}{tensor})"
-
-
-def _engine_verdict(plan: Estimate) -> Iterator[str]:
-    text = (
-        f"{plan.least_engine_memory / GIB:.1f} GiB per GPU for weights and the cache of one longest response, of "
-        f"{plan.engine_memory / GIB:.1f} GiB"
-    )
-    yield f"  engines fit: {text}" if plan.engine_fits else f"  ENGINES DO NOT FIT: {text}; raise --engine-tensor"
 
 
 def _sharing_lines(plan: Estimate) -> Iterator[str]:
@@ -291,8 +287,3 @@ def assumed_lines(plan: Estimate) -> Iterator[str]:
 def seconds(value: float) -> str:
     """Seconds as text: whole ones, below ten two digits that count."""
     return f"{value:,.0f}" if value >= 9.95 or value == 0 else f"{value:.2g}"
-
-
-def _cell(parts: Mapping[str, float], name: str) -> str:
-    text = f"{parts[name] / GIB:.2f}" if name in parts else "-"
-    return f"{text:>{len(name) + 3}}"

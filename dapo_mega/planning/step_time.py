@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,15 +88,19 @@ def step_time(
     share = placement.bubble_share(num_micro_batches)
     # Scoring runs all of a step's micro-batches through the pipeline at once.
     score_share = placement.bubble_share(num_micro_batches * config.batch.updates_per_step)
-    one_update = update / config.batch.updates_per_step
     traffic = step_traffic(workload, kind, num_parameters, num_engines)
-    within = [entry for entry in traffic if not entry.is_weight_sync]
+    # Overlapped traffic counts beyond half of the updates' computing time.
+    exposed = sum(
+        max(0.0, machine.seconds(entry) - update / 2) if entry.overlaps else machine.seconds(entry)
+        for entry in traffic
+        if not entry.is_weight_sync
+    )
     forward_bubble = forward * score_share / (1 - score_share)
     return StepTime(
         scoring=forward * measured.scoring,
         updates=update * measured.updates,
         bubble=update * share / (1 - share) * measured.updates + forward_bubble * measured.scoring,
-        communication=_exposed(within, machine, one_update, config.batch.updates_per_step) * measured.updates,
+        communication=exposed * measured.updates,
         weights=sum(machine.seconds(entry) for entry in traffic if entry.is_weight_sync) * measured.weights,
         besides=measured.besides_s,
     )
@@ -221,12 +224,3 @@ def _recomputed_share(workload: Workload) -> float:
         if ("moe" if arch.has_experts(layer) else "mlp") in chosen:
             repeated += 2.0 * _mlp_weights(arch, layer) / arch.num_layers
     return repeated / (linear + attention)
-
-
-def _exposed(traffic: Sequence[Traffic], machine: Machine, one_update: float, num_updates: int) -> float:
-    """Seconds of communication not hidden. Overlapped traffic counts beyond half of an update's computing time."""
-    total = 0.0
-    for entry in traffic:
-        seconds = machine.seconds(entry)
-        total += max(0.0, seconds - num_updates * one_update / 2) if entry.overlaps else seconds
-    return total

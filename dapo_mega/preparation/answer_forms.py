@@ -65,47 +65,42 @@ def _surd(values: Sequence[int], letters: str) -> IntegerAnswer:
     _require(len(values) == 4, "a surd has 4 values, a, b, c and d of (a + b*sqrt(c))/d")
     a, b, c, d = values
     _require(2 <= c <= _MAX_RADICAND, f"the number under the root must be from 2 to {_MAX_RADICAND:,}")
-    _require(_is_square_free(c), "the number under the root must not be divisible by a square")
+    is_square_free = all(c % (root * root) for root in range(2, math.isqrt(c) + 1))
+    _require(is_square_free, "the number under the root must not be divisible by a square")
     letter = letters[3]
     condition = f", and ${letter} > 0$ is not divisible by the square of any prime"
-    linear = _Linear((a, b, d), (letters[0], letters[1], letters[2]), rf"\sqrt{{{c}}}", rf"\sqrt{{{letter}}}")
-    return linear.asked({letter: c}, condition)
+    return _linear((a, b, d), letters, rf"\sqrt{{{c}}}", rf"\sqrt{{{letter}}}", {letter: c}, condition)
 
 
 def _pi(values: Sequence[int], letters: str) -> IntegerAnswer:
     _require(len(values) == 3, "a multiple of pi has 3 values, a, b and c of (a + b*pi)/c")
-    a, b, c = values
-    return _Linear((a, b, c), (letters[0], letters[1], letters[2]), r"\pi", r"\pi").asked({}, "")
+    return _linear(values, letters, r"\pi", r"\pi", {}, "")
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """(a + b*x)/d with an irrational x: `values` and `letters` of a, b and d, and x with its number and its letter."""
+def _linear(
+    values: Sequence[int], letters: str, number: str, symbol: str, more: Mapping[str, int], condition: str
+) -> IntegerAnswer:
+    """(a + b*x)/d with an irrational x: `values` are a, b and d, and x is given by its number and by its symbol.
 
-    values: tuple[int, int, int]
-    letters: tuple[str, str, str]
-    number: str
-    symbol: str
-
-    def asked(self, more: Mapping[str, int], condition: str) -> IntegerAnswer:
-        """`more` are letters in x with their values, and `condition` is on them. A term that is 0 and a denominator of
-        1 are not written."""
-        (a, b, d), (first, second, bottom) = self.values, self.letters
-        _require(b != 0, "the factor before the root or pi must not be 0")
-        _require(d > 0, "the denominator must be above 0")
-        _require(d == 1 or math.gcd(a, b, d) == 1, "the fraction must be in lowest terms")
-        shown = {first: a} if a else {}
-        shown[second] = b
-        form = f"{first} + {second}{self.symbol}" if a else f"{second}{self.symbol}"
-        if d > 1:
-            shown[bottom] = d
-            form = rf"\frac{{{form}}}{{{bottom}}}"
-        integers = f"{_listed(list(shown))} {'are integers' if len(shown) > 1 else 'is an integer'}"
-        if d > 1:
-            integers += f" with greatest common divisor 1, ${bottom} > 0$"
-        shown |= more
-        value = rf"\frac{{{a}+({b}){self.number}}}{{{d}}}"
-        return IntegerAnswer(value, _addition(form, integers + condition, list(shown)), sum(shown.values()))
+    `more` are letters in x with their values, and `condition` is on them. A term that is 0 and a denominator of 1 are
+    not written.
+    """
+    (a, b, d), (first, second, bottom) = values, list(letters[:3])
+    _require(b != 0, "the factor before the root or pi must not be 0")
+    _require(d > 0, "the denominator must be above 0")
+    _require(d == 1 or math.gcd(a, b, d) == 1, "the fraction must be in lowest terms")
+    shown = {first: a} if a else {}
+    shown[second] = b
+    form = f"{first} + {second}{symbol}" if a else f"{second}{symbol}"
+    if d > 1:
+        shown[bottom] = d
+        form = rf"\frac{{{form}}}{{{bottom}}}"
+    integers = f"{_listed(list(shown))} {'are integers' if len(shown) > 1 else 'is an integer'}"
+    if d > 1:
+        integers += f" with greatest common divisor 1, ${bottom} > 0$"
+    shown |= more
+    value = rf"\frac{{{a}+({b}){number}}}{{{d}}}"
+    return IntegerAnswer(value, _addition(form, integers + condition, list(shown)), sum(shown.values()))
 
 
 def _list(values: Sequence[int], letters: str) -> IntegerAnswer:
@@ -142,10 +137,6 @@ def _free_letters(problem: str) -> str:
     free = "".join(letter for letter in _LETTERS if letter not in used)
     _require(len(free) >= 4, "the problem uses almost every letter")
     return free
-
-
-def _is_square_free(number: int) -> bool:
-    return all(number % (root * root) for root in range(2, math.isqrt(number) + 1))
 
 
 def _require(holds: bool, condition: str) -> None:

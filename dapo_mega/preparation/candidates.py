@@ -53,7 +53,6 @@ class CandidateReader:
         self._parsed = lru_cache(maxsize=2**16)(lambda text: _parsed(text, config))
 
     def read(self, row: Row) -> Candidate | Invalid:
-        """The row as a candidate."""
         prompt = _read_prompt(row, self._config)
         if isinstance(prompt, Invalid):
             return prompt
@@ -73,7 +72,6 @@ class CandidateReader:
         return Candidate(tuple(messages), text, problem, answer)
 
     def values(self, row: Row, candidate: Candidate) -> dict[str, Any]:
-        """The row of the prepared dataset."""
         columns = self._config.columns
         source = row.optional(columns.data_source or "data_source")
         extra = row.without(columns.prompt, columns.ground_truth)

@@ -20,6 +20,9 @@ CARD = "card.json"
 DATA = "train.parquet"
 """Name of the prepared rows in that folder."""
 
+DECIDING_PACKAGES = ("dapo_mega", "math-verify", "sympy", "pyarrow", "torch", "transformers")
+"""What decides rows that a model had a part in."""
+
 _FORMAT = "dapo_mega prepared dataset 1"
 
 
@@ -63,7 +66,6 @@ class Card:
     parent: Card | None = None
 
     def text(self) -> str:
-        """The card as JSON."""
         return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -76,7 +76,6 @@ class ColumnType:
         return found
 
     def arrow(self) -> pa.DataType:
-        """The type as Arrow has it."""
         import pyarrow as pa
 
         if self.kind == "list":

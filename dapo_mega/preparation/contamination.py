@@ -88,9 +88,9 @@ class EvaluationIndex:
         best: Contamination | None = None
         for number in sorted(candidates):
             problem, own = self._problems[number]
-            shared = _shared(own, found, min(self._ngram, len(own)))
-            if shared.share >= self._min_share and (best is None or shared.share > best.share):
-                best = Contamination(problem, shared.run, shared.share)
+            run, share = _shared(own, found, min(self._ngram, len(own)))
+            if share >= self._min_share and (best is None or share > best.share):
+                best = Contamination(problem, run, share)
         return best or self._in_order(found)
 
     def _in_order(self, found: tuple[str, ...]) -> Contamination | None:
@@ -104,8 +104,9 @@ class EvaluationIndex:
             if len(own) < 2 * self._ngram or count < max(_CLUE, _CLUE_SHARE * len(own)):
                 continue
             share = _ordered_words(own, _around(own, found)) / len(own)
-            if share >= _ORDERED_SHARE and _has_numbers(own, found) and (best is None or share > best.share):
-                best = Contamination(problem, _shared(own, found, _CLUE).run, share)
+            numbers, others = (Counter(filter(str.isdecimal, words)) for words in (own, found))
+            if share >= _ORDERED_SHARE and numbers <= others and (best is None or share > best.share):
+                best = Contamination(problem, _shared(own, found, _CLUE)[0], share)
         return best
 
     def _add(self, problem: EvaluationProblem, own: tuple[str, ...], min_words: int) -> None:
@@ -157,17 +158,7 @@ def _ordered_words(own: tuple[str, ...], other: tuple[str, ...]) -> int:
     return len(own) - row.bit_count()
 
 
-def _has_numbers(own: tuple[str, ...], found: tuple[str, ...]) -> bool:
-    return Counter(filter(str.isdecimal, own)) <= Counter(filter(str.isdecimal, found))
-
-
-@dataclass(frozen=True)
-class _Shared:
-    run: tuple[str, ...]
-    share: float
-
-
-def _shared(own: tuple[str, ...], other: tuple[str, ...], size: int) -> _Shared:
+def _shared(own: tuple[str, ...], other: tuple[str, ...], size: int) -> tuple[tuple[str, ...], float]:
     """The longest run of `own` made of n-grams that `other` has, and the share of its words in such n-grams."""
     theirs = set(_grams(other, size))
     begins = [start for start, gram in enumerate(_grams(own, size)) if gram in theirs]
@@ -180,4 +171,4 @@ def _shared(own: tuple[str, ...], other: tuple[str, ...], size: int) -> _Shared:
         covered.update(range(start, start + size))
         if start + size - begin > len(run):
             run = own[begin : start + size]
-    return _Shared(run, len(covered) / len(own))
+    return run, len(covered) / len(own)

@@ -19,17 +19,17 @@ import dapo_mega
 from dapo_mega.config.preparation import PreparationConfig
 from dapo_mega.data.readers import Row
 from dapo_mega.errors import InputError
+from dapo_mega.metrics.run_text import installed_versions
 from dapo_mega.preparation.candidates import INVALID_REASONS, Candidate, CandidateReader, Invalid
 from dapo_mega.preparation.card import CARD, Card, FileRecord, SourceRecord, card_of, file_record, read_card
-from dapo_mega.preparation.contamination import EvaluationIndex
+from dapo_mega.preparation.contamination import EvaluationIndex, EvaluationProblem
 from dapo_mega.preparation.exact_duplicates import DistinctProblems
 from dapo_mega.preparation.filtering import Filters
 from dapo_mega.preparation.filters import integer_of
 from dapo_mega.preparation.near_duplicates import NearDuplicates
-from dapo_mega.preparation.normalization import normal_text
+from dapo_mega.preparation.normalization import NormalText, normal_text
 from dapo_mega.preparation.output import DatasetWriter, DroppedFormat, check_folder, new_dataset
 from dapo_mega.preparation.sources import Source, evaluation_problems
-from dapo_mega.preparation.versions import deciding_versions
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,13 @@ def prepare_dataset(
     invalid rows is over `max_invalid_share`, and if nothing is left; then nothing is written.
     """
     sources = {name: Source(name, source) for name, source in config.sources.items()}
-    index, sets = _evaluation_index(config)
+    decontamination = config.decontamination
+    problems: list[EvaluationProblem] = []
+    sets: dict[str, tuple[FileRecord, ...]] = {}
+    for name, evaluation_set in decontamination.sets.items():
+        found, sets[name] = evaluation_problems(name, evaluation_set)
+        problems += found
+    index = EvaluationIndex(problems, decontamination.ngram, decontamination.min_words, decontamination.min_share)
     filters = Filters(config.filters)
     record: dict[str, Any] = {
         "settings": _settings(config),
@@ -68,8 +74,6 @@ def prepare_dataset(
 
 
 class _Preparation:
-    """One preparation under way."""
-
     def __init__(
         self, config: PreparationConfig, index: EvaluationIndex, filters: Filters, writer: DatasetWriter
     ) -> None:
@@ -161,7 +165,11 @@ class _Preparation:
     def _drop_near_duplicates(self) -> dict[int, tuple[int, float]]:
         assert self._near is not None
         logger.info("%d rows are left before near duplicates are looked for", len(self._writer.rows))
-        removed = self._near.found(lambda row: normal_text(_text(self._writer.rows[row])))
+
+        def text(row: int) -> NormalText:
+            return normal_text("\n".join(message["content"] for message in self._writer.rows[row]["prompt"]))
+
+        removed = self._near.found(text)
         for later, (earlier, similarity) in removed.items():
             number = self._kept[later]
             evidence = f"similarity {similarity:.3f} to {self._problems.where(self._kept[earlier])}"
@@ -199,10 +207,6 @@ class _Preparation:
             logger.info("%s: %d rows read, %d rows kept so far", source.name, source.num_rows, len(self._writer.rows))
 
 
-def _text(values: dict[str, Any]) -> str:
-    return "\n".join(message["content"] for message in values["prompt"])
-
-
 def _refuse_ambiguous_columns(row: Row, *columns: str) -> None:
     """Raises `InputError` for a dotted name that is both a column and a field of a record."""
     for column in columns:
@@ -212,15 +216,6 @@ def _refuse_ambiguous_columns(row: Row, *columns: str) -> None:
             raise InputError(
                 f"{row.where} has a column {column!r} and a column {head!r} with a field {rest!r}; rename one of them"
             )
-
-
-def _evaluation_index(config: PreparationConfig) -> tuple[EvaluationIndex, dict[str, tuple[FileRecord, ...]]]:
-    settings = config.decontamination
-    problems, files = [], {}
-    for name, evaluation_set in settings.sets.items():
-        found, files[name] = evaluation_problems(name, evaluation_set)
-        problems += found
-    return EvaluationIndex(problems, settings.ngram, settings.min_words, settings.min_share), files
 
 
 def _settings(config: PreparationConfig) -> dict[str, Any]:
@@ -242,7 +237,7 @@ def _versions(config: PreparationConfig) -> dict[str, str]:
     return {
         "dapo_mega": dapo_mega.__version__,
         "unicode": unicodedata.unidata_version,
-        **deciding_versions(*packages),
+        **installed_versions(packages),
     }
 
 

@@ -20,11 +20,11 @@ from dapo_mega.data.readers import Row
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.errors import FleetError, InputError
 from dapo_mega.evaluation.model_folder import model_hash
+from dapo_mega.metrics.run_text import installed_versions
 from dapo_mega.models import load_architecture
-from dapo_mega.preparation.card import DATA, Card
+from dapo_mega.preparation.card import DATA, DECIDING_PACKAGES, Card
 from dapo_mega.preparation.journal import Journal, journal_of, open_journal
 from dapo_mega.preparation.output import DroppedFormat, check_folder, new_dataset, read_dataset
-from dapo_mega.preparation.versions import deciding_versions
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.trial import try_reward
 from dapo_mega.rollout.asking import DIFFICULTY_IDS, Numbering, Rollout, ask_in_parts
@@ -79,12 +79,18 @@ def measure_difficulty(
     are kept in a journal beside `output`. Raises InputError for what cannot be used, a journal of another call among
     it, and FleetError if engines are gone or did not answer.
     """
-    _check(options)
+    if options.samples < 1:
+        raise InputError(f"{options.samples} samples per prompt say nothing; give 1 or more")
+    lowest, highest = options.keep
+    if not 0 <= lowest <= highest <= 1:
+        raise InputError(f"pass rates from {lowest:g} to {highest:g} are no range within 0 to 1, such as 0.1..0.9")
     check_folder(output, force=options.force)
     parent, rows = read_dataset(source)
     config = _as_prepared(config, next(iter(read_dataset(source)[1]), {}))
     tokenizer = load_tokenizer(config.model.path)
-    prompts = _prompts(config, source, tokenizer)
+    # One prompt for each row of the dataset, in order.
+    changes = {"path": str(source / DATA), "deduplicate": False, "max_rows": None}
+    prompts = load_prompts(_dataset(config).model_copy(update=changes), tokenizer, 10**9).prompts
     settings = _settings(config, options)
     is_long = [len(prompt.token_ids) > config.data.max_prompt_tokens for prompt in prompts]
     depends_on = {"made_by": MADE_BY, "dataset_sha256": parent.data.sha256, **settings}
@@ -109,27 +115,20 @@ def measure_difficulty(
                 else:
                     found = Measured(**journal.entries[number])
                     rates.append(found.pass_rate)
-                    if reason := _outside(found.pass_rate, options.keep):
+                    if not lowest <= found.pass_rate <= highest:
+                        reason = "too_hard" if found.pass_rate < lowest else "too_easy"
                         writer.drop(reason, f"{found.correct} of {found.samples} are correct", where, values)
                     else:
                         writer.keep(_with_columns(values, found, options.column, where), where)
             card = writer.finish(
                 MADE_BY,
                 settings={**settings, "column": options.column, "keep": list(options.keep)},
-                versions=deciding_versions(),
+                versions=installed_versions(DECIDING_PACKAGES),
                 details=_summary(rates, options.samples),
                 parent=parent,
             )
         journal.remove()
     return card
-
-
-def _check(options: DifficultyOptions) -> None:
-    if options.samples < 1:
-        raise InputError(f"{options.samples} samples per prompt say nothing; give 1 or more")
-    lowest, highest = options.keep
-    if not 0 <= lowest <= highest <= 1:
-        raise InputError(f"pass rates from {lowest:g} to {highest:g} are no range within 0 to 1, such as 0.1..0.9")
 
 
 def _check_lengths(config: RunConfig, prompts: Sequence[Prompt]) -> None:
@@ -167,12 +166,6 @@ def _dataset(config: RunConfig) -> DatasetConfig:
             "data.train, or leave --config out"
         )
     return config.data.train
-
-
-def _prompts(config: RunConfig, source: Path, tokenizer: Any) -> Sequence[Prompt]:
-    """One per row of the dataset, in order."""
-    changes = {"path": str(source / DATA), "deduplicate": False, "max_rows": None}
-    return load_prompts(_dataset(config).model_copy(update=changes), tokenizer, 10**9).prompts
 
 
 def _as_prepared(config: RunConfig, first: Mapping[str, Any]) -> RunConfig:
@@ -272,12 +265,6 @@ def _measured(prompt: Prompt, rollouts: Sequence[Rollout], scorer: ResponseScore
             return "the reward did not say whether a response is correct"
         verdicts.append(result.correct)
     return Measured(len(verdicts), sum(verdicts), sum(trajectory.is_truncated for trajectory in answered))
-
-
-def _outside(pass_rate: float, keep: tuple[float, float]) -> str:
-    if pass_rate < keep[0]:
-        return "too_hard"
-    return "too_easy" if pass_rate > keep[1] else ""
 
 
 def _with_columns(values: Mapping[str, Any], found: Measured, column: str, where: str) -> dict[str, Any]:

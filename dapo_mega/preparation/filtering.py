@@ -13,34 +13,31 @@ from dapo_mega.preparation.filters import integer_of, multiple_choice, proof, tr
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dapo_mega.preparation.languages import LanguageFilter
-
 
 class Filters:
     """The filters of a recipe, in the order of their cost. Raises `InputError` if one needs what is not there."""
 
     def __init__(self, config: FiltersConfig) -> None:
         self._config = config
-        self._language: LanguageFilter | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        if config.languages:
-            from dapo_mega.preparation.languages import LanguageFilter
-
-            self._language = LanguageFilter(config.languages)
-        if config.tokenizer:
-            from dapo_mega.data.tokenizer import load_tokenizer
-
-            self._tokenizer = load_tokenizer(config.tokenizer)
         rules: list[tuple[bool, str, Callable[[Candidate], str | None]]] = [
             (True, "too many characters", self._enormous),
             (config.answer_type == "integer", "answer is no integer", _not_integer),
             (config.multiple_choice, "multiple choice", lambda c: multiple_choice(c.problem)),
             (config.true_false, "true or false", lambda c: true_or_false(c.problem, c.answer)),
             (config.proofs, "proof", lambda c: proof(c.problem)),
-            (self._language is not None, "language", self._other_language),
-            (self._tokenizer is not None, "too many tokens", self._too_long),
         ]
         self._rules = [(reason, rule) for is_on, reason, rule in rules if is_on]
+        if config.languages:
+            from dapo_mega.preparation.languages import LanguageFilter
+
+            language = LanguageFilter(config.languages)
+            self._rules.append(("language", lambda c: language.refusal(c.problem)))
+        if config.tokenizer:
+            from dapo_mega.data.tokenizer import load_tokenizer
+
+            self._tokenizer = load_tokenizer(config.tokenizer)
+            self._rules.append(("too many tokens", self._too_long))
 
     def refusal(self, candidate: Candidate) -> tuple[str, str] | None:
         """The reason why a problem is left out, and the evidence; None for one that stays."""
@@ -61,9 +58,6 @@ class Filters:
     def _enormous(self, candidate: Candidate) -> str | None:
         num_characters = len(candidate.text)
         return f"{num_characters} characters" if num_characters > self._config.max_characters else None
-
-    def _other_language(self, candidate: Candidate) -> str | None:
-        return self._language.refusal(candidate.problem) if self._language else None
 
     def _too_long(self, candidate: Candidate) -> str | None:
         if self._tokenizer is None or self._config.max_prompt_tokens is None:

@@ -81,17 +81,18 @@ def _swap_in(content: Path, folder: Path, replaced: Path) -> None:
         raise
 
 
-def _must_write(folder: Path, parameters: Mapping[str, Any], force: bool) -> bool:
-    if not folder.exists():
-        return True
-    if not folder.is_dir():
+def refuse_foreign(folder: Path, *, is_ours: bool) -> None:
+    """Raise `InputError` for a file, and for a folder that holds files unless `is_ours` says that they are ours."""
+    if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; give a folder to write to")
+    if folder.exists() and not is_ours and any(folder.iterdir()):
+        raise InputError(f"{folder} holds files that this command did not write; give another folder or empty it")
+
+
+def _must_write(folder: Path, parameters: Mapping[str, Any], force: bool) -> bool:
     record_path = folder / RECORD
-    if not record_path.is_file():
-        if any(folder.iterdir()):
-            raise InputError(f"{folder} holds files that this command did not write; give another folder or empty it")
-        return True
-    if force:
+    refuse_foreign(folder, is_ours=record_path.is_file())
+    if force or not record_path.is_file():
         return True
     record = read_json_object(record_path, f"use --force to write {folder} again")
     made_from, files = record.get("parameters"), record.get("files")

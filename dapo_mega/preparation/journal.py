@@ -17,7 +17,6 @@ _SHOWN_CHARACTERS = 80
 
 
 def journal_of(output: Path) -> Path:
-    """The journal's file, beside the output."""
     return output.with_name(f"{output.name}.journal.jsonl")
 
 

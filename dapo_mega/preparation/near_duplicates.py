@@ -50,7 +50,6 @@ class NearDuplicates:
         self.num_compared = 0
 
     def add(self, text: NormalText, answer: str) -> None:
-        """Add the next row."""
         self._sketch.clear()
         self._sketch.update_batch(text.shingles())
         equal = "\n".join((*text.numbers, normal_text(answer).spelling)).encode("utf-8", "surrogatepass")

@@ -62,7 +62,6 @@ class NormalText:
 
     @cached_property
     def spelling(self) -> str:
-        """The tokens, parted by single spaces."""
         return " ".join(self.tokens)
 
     @cached_property
@@ -121,16 +120,9 @@ def _tokens(text: str) -> list[str]:
         text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS))
         text = _NAME.sub(lambda name: "".join(map(_latin, name[0])), text)
     if "\\" in text:
-        text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", _COMMAND.sub(_synonym, text))
+        text = _COMMAND.sub(lambda command: "\\" + _SYNONYMS.get(command[1], command[1]), text)
+        text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _LAYOUT.sub(" ", text)
     if "{" in text:
-        text = _SMALL_BRACES.sub(_unbraced, text)
+        text = _SMALL_BRACES.sub(lambda braces: "," if braces[1] == "," else f" {braces[1]} ", text)
     return _TOKEN.findall(text)
-
-
-def _synonym(command: re.Match[str]) -> str:
-    return "\\" + _SYNONYMS.get(command[1], command[1])
-
-
-def _unbraced(braces: re.Match[str]) -> str:
-    return "," if braces[1] == "," else f" {braces[1]} "

@@ -34,7 +34,7 @@ class Source:
             self._paths = sorted(file for file in self._folder.rglob("*") if file.is_file())
         elif self._folder.exists():
             self._paths = dataset_files(config)
-        self._records = tuple(self._record(path) for path in self._paths or ())
+        self._records = tuple(replace(file_record(path), name=self._inner(path)) for path in self._paths or ())
         self._hash = hashlib.sha256()
         self._num_bytes = 0
 
@@ -87,9 +87,6 @@ class Source:
                 self._hash.update(line)
                 self._num_bytes += len(line)
             yield replace(row, source=self.name)
-
-    def _record(self, path: Path) -> FileRecord:
-        return replace(file_record(path), name=self._inner(path))
 
     def _inner(self, path: Path) -> str:
         """The path of a file without the folders above the source."""

@@ -6,7 +6,6 @@ import json
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dapo_mega.preparation.columns import ColumnType
@@ -20,12 +19,7 @@ class RowSpool:
         self._ends = array("Q", [0])
         self.types = ColumnType("record")
 
-    def __enter__(self) -> RowSpool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def __len__(self) -> int:

@@ -148,21 +148,22 @@ class Transformer:
             if question.row in unanswered:
                 results[question.row] = _refused("unanswered", unanswered[question.row])
                 continue
-            try:
-                answers[question.row] = _read(self._journal.entries[question.row], question)
-            except _Refused as refusal:
-                results[question.row] = refusal.result
+            found = _read(self._journal.entries[question.row], question)
+            if isinstance(found, Transformation):
+                results[question.row] = found
+            else:
+                answers[question.row] = found
         readable = [question for question in open_questions if question.row in answers]
         verdicts = self._verifier.verify([(answers[question.row].value, question.answer) for question in readable])
         for question, verdict in zip(readable, verdicts, strict=True):
-            found = answers[question.row]
+            answer = answers[question.row]
             if verdict.correct:
-                results[question.row] = Transformation("rewritten", str(found.answer), found.addition)
+                results[question.row] = Transformation("rewritten", str(answer.answer), answer.addition)
             elif verdict.outcome == "wrong":
-                detail = f"the model says {found.value}, the answer is {question.answer}"
+                detail = f"the model says {answer.value}, the answer is {question.answer}"
                 results[question.row] = _refused("mismatch", detail)
             else:
-                results[question.row] = _refused("undecided", f"{verdict.outcome}: {found.value}, {question.answer}")
+                results[question.row] = _refused("undecided", f"{verdict.outcome}: {answer.value}, {question.answer}")
         return [results[question.row] for question in questions]
 
     def _body(self, question: Question) -> dict[str, Any]:
@@ -176,12 +177,6 @@ def asked(problem: str, answer: str) -> str:
     """What the model is asked about one row."""
     values = {"problem": problem, "answer": answer, "boundary": boundary(problem, answer)}
     return fill(PROMPT, values.__getitem__)
-
-
-class _Refused(Exception):
-    def __init__(self, reason: Refusal, detail: str) -> None:
-        super().__init__(detail)
-        self.result = _refused(reason, detail)
 
 
 def _refused(reason: Refusal, detail: str) -> Transformation:
@@ -199,24 +194,11 @@ def _without_asking(answer: str) -> Transformation | None:
     return next((_refused(reason, answer) for reason, pattern in _UNCERTAIN if pattern.search(answer)), None)
 
 
-def _read(reply: Mapping[str, Any], question: Question) -> IntegerAnswer:
-    """The integers of a reply and what they ask for. Raises _Refused."""
+def _read(reply: Mapping[str, Any], question: Question) -> IntegerAnswer | Transformation:
+    """The integers of a reply and what they ask for, or why there are none."""
     text: str = reply["text"]
     if reply["cut_off"]:
-        raise _Refused("cut_off", f"the reply ends with {text[-100:]!r}")
-    form, values = _last_line(text)
-    if form == NO_FORM:
-        raise _Refused("no_form", text.rpartition("\n")[0])
-    if form == "list" and _BRACKET.search(question.answer):
-        raise _Refused("conditions", f"{question.answer} may be ordered, or an interval")
-    try:
-        return integer_answer(form, values, question.problem)
-    except ValueError as error:
-        raise _Refused("conditions", f"{form} {values}: {error}") from None
-
-
-def _last_line(text: str) -> tuple[str, list[int]]:
-    """The form and the values in the last line of a reply. Raises _Refused."""
+        return _refused("cut_off", f"the reply ends with {text[-100:]!r}")
     line = text.splitlines()[-1].strip() if text else ""
     try:
         found = json.loads(line)
@@ -224,5 +206,14 @@ def _last_line(text: str) -> tuple[str, list[int]]:
         found = None
     match found:
         case {"form": str(form), "values": list(values)} if len(found) == 2 and all(type(v) is int for v in values):
-            return form, values
-    raise _Refused("format", f"the last line is {line[:200]!r}")
+            pass
+        case _:
+            return _refused("format", f"the last line is {line[:200]!r}")
+    if form == NO_FORM:
+        return _refused("no_form", text.rpartition("\n")[0])
+    if form == "list" and _BRACKET.search(question.answer):
+        return _refused("conditions", f"{question.answer} may be ordered, or an interval")
+    try:
+        return integer_answer(form, values, question.problem)
+    except ValueError as error:
+        return _refused("conditions", f"{form} {values}: {error}")

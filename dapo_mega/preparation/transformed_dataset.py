@@ -15,9 +15,10 @@ from typing import Any, Final
 from dapo_mega.data.readers import Row
 from dapo_mega.data.templates import as_messages
 from dapo_mega.errors import FleetError, InputError
-from dapo_mega.preparation.card import Card
+from dapo_mega.metrics.run_text import installed_versions
+from dapo_mega.preparation.card import DECIDING_PACKAGES, Card
 from dapo_mega.preparation.journal import journal_of, open_journal
-from dapo_mega.preparation.output import DatasetWriter, DroppedFormat, check_folder, new_dataset, read_dataset
+from dapo_mega.preparation.output import DroppedFormat, check_folder, new_dataset, read_dataset
 from dapo_mega.preparation.transformation import (
     PROMPT,
     Question,
@@ -25,9 +26,7 @@ from dapo_mega.preparation.transformation import (
     TransformationSettings,
     Transformer,
 )
-from dapo_mega.preparation.versions import deciding_versions
 from dapo_mega.rewards import AnswerVerifier
-from dapo_mega.rewards.endpoints import EndpointSettings
 
 MADE_BY: Final = "prepare transform"
 
@@ -58,7 +57,11 @@ def transform_dataset(
     """
     check_folder(output, force=options.force)
     parent, rows = read_dataset(source)
-    transformer_settings = replace(settings, endpoints=_with_deadline(settings.endpoints))
+    # Time for all attempts at all rows that are asked about at once.
+    endpoints = settings.endpoints
+    rounds = math.ceil(_ROWS_AT_ONCE / endpoints.concurrency) + 1
+    deadline_s = rounds * endpoints.attempts * endpoints.timeout_s + 60.0
+    transformer_settings = replace(settings, endpoints=replace(endpoints, deadline_s=deadline_s))
     depends_on = {"made_by": MADE_BY, "dataset_sha256": parent.data.sha256, **settings.decisive()}
     with (
         open_journal(journal_of(output), depends_on) as journal,
@@ -67,7 +70,16 @@ def transform_dataset(
         transformer = Transformer(transformer_settings, journal, verifier)
         unanswered = _ask(_chunks(rows, source), transformer, options.drop_unanswered)
         with new_dataset(output, options.dropped, force=options.force) as writer:
-            outcomes = _write(_chunks(read_dataset(source)[1], source), transformer, unanswered, writer)
+            outcomes: Counter[str] = Counter()
+            for chunk in _chunks(read_dataset(source)[1], source):
+                results = transformer.results([_question(row) for row in chunk], unanswered)
+                for row, result in zip(chunk, results, strict=True):
+                    outcomes[result.outcome] += 1
+                    if result.reason:
+                        outcomes[f"refused: {result.reason}"] += 1
+                        writer.drop(result.reason, result.detail, row.where, row.values)
+                    else:
+                        writer.keep(_rewritten(row, result), row.where)
             card = writer.finish(
                 MADE_BY,
                 settings={
@@ -77,7 +89,7 @@ def transform_dataset(
                     "prompt_sha256": hashlib.sha256(PROMPT.encode()).hexdigest(),
                     "time_limit_s": options.time_limit_s,
                 },
-                versions=deciding_versions(),
+                versions=installed_versions(DECIDING_PACKAGES),
                 details={"rows_by_outcome": dict(sorted(outcomes.items()))},
                 parent=parent,
             )
@@ -99,29 +111,6 @@ def _ask(chunks: Iterable[list[Row]], transformer: Transformer, drop_unanswered:
             f"these again and keeps all other replies; --drop-unanswered leaves them out"
         )
     return unanswered
-
-
-def _write(
-    chunks: Iterable[list[Row]], transformer: Transformer, unanswered: Mapping[int, str], writer: DatasetWriter
-) -> Counter[str]:
-    """Give every row to the writer; counts them by outcome."""
-    outcomes: Counter[str] = Counter()
-    for chunk in chunks:
-        results = transformer.results([_question(row) for row in chunk], unanswered)
-        for row, result in zip(chunk, results, strict=True):
-            outcomes[result.outcome] += 1
-            if result.reason:
-                outcomes[f"refused: {result.reason}"] += 1
-                writer.drop(result.reason, result.detail, row.where, row.values)
-            else:
-                writer.keep(_rewritten(row, result), row.where)
-    return outcomes
-
-
-def _with_deadline(endpoints: EndpointSettings) -> EndpointSettings:
-    """With time for all attempts at all rows that are asked about at once."""
-    rounds = math.ceil(_ROWS_AT_ONCE / endpoints.concurrency) + 1
-    return replace(endpoints, deadline_s=rounds * endpoints.attempts * endpoints.timeout_s + 60.0)
 
 
 def _chunks(values: Iterable[dict[str, Any]], source: Path) -> Iterator[list[Row]]:

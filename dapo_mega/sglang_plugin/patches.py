@@ -20,23 +20,14 @@ from dapo_mega.types import WeightSpec
 
 class Written(NamedTuple):
     """One copy to a parameter: `size` values of the tensors `names` (several if fused). `checksum` is the parameter's
-    afterwards, None if its dtype is not the tensors'."""
+    afterwards, None if its dtype is not the tensors'; until it is `counted`, [] int64 that may be on the device."""
 
     names: tuple[str, ...]
-    checksum: int | None
-    size: int
-
-
-@dataclass(frozen=True)
-class Write:
-    """A `Written` whose checksum [] int64 may still be on the device."""
-
-    names: tuple[str, ...]
-    checksum: Tensor | None
+    checksum: Tensor | int | None
     size: int
 
     def counted(self) -> Written:
-        return Written(self.names, None if self.checksum is None else int(self.checksum), self.size)
+        return self._replace(checksum=None if self.checksum is None else int(self.checksum))
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class _Origin:
     names: tuple[str, ...]
     dtypes: frozenset[torch.dtype]
     has_gaps: bool
-    writes: list[Write]
+    writes: list[Written]
 
     def joined(self, other: _Origin) -> _Origin:
         names = tuple(dict.fromkeys(self.names + other.names))
@@ -74,11 +65,10 @@ class Patch(Wrapper):
         new = torch.where(self.content.isnan(), parameter, self.content) if self.origin.has_gaps else self.content
         parameter.copy_(new)
         held = checksum(parameter) if self.origin.dtypes == {parameter.dtype} else None
-        self.origin.writes.append(Write(self.origin.names, held, parameter.numel()))
+        self.origin.writes.append(Written(self.origin.names, held, parameter.numel()))
 
 
-def make_patch(spec: WeightSpec, change: Change, writes: list[Write]) -> Tensor:
-    """The patch for one tensor's change."""
+def make_patch(spec: WeightSpec, change: Change, writes: list[Written]) -> Tensor:
     origin = _Origin((spec.name,), frozenset([spec.dtype]), change.places is not None, writes)
     if change.places is None:
         return Patch.of(change.values, origin)

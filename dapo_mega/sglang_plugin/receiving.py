@@ -20,7 +20,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
     unpacked,
 )
 from dapo_mega.sglang_plugin.coverage import LoadTrace
-from dapo_mega.sglang_plugin.patches import Write, Written, make_patch
+from dapo_mega.sglang_plugin.patches import Written, make_patch
 from dapo_mega.types import WeightSpec
 from dapo_mega.weight_sync.engine_groups import EngineGroup
 
@@ -104,7 +104,7 @@ class ChangedWeights:
         """Receive both chunks. `is_broken` is set if they do not come, which the first iteration raises."""
         self._specs = specs
         self._changes: list[Change] = []
-        self._writes: list[Write] = []
+        self._writes: list[Written] = []
         self._failure: RuntimeError | None = None
         try:
             self._changes = list(unpack_changes(_received_changes(group, device, specs), specs))
@@ -137,7 +137,7 @@ class ChangedWeights:
         for part in written:
             if part.checksum is not None:
                 total = sums.setdefault(part.names, [0, 0])
-                total[0] += part.checksum
+                total[0] += int(part.checksum)
                 total[1] += part.size
         missing = expected.keys() - {name for part in written for name in part.names}
         differing = [

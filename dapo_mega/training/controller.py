@@ -7,6 +7,7 @@ starts again, or those of the same command.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -44,8 +45,9 @@ def linked(config: RunConfig, accept_changes: bool, check_stop: Callable[[], Non
     started: subprocess.Popen[bytes] | None = None
     while time.monotonic() < deadline:
         check_stop()
-        if link := _try(file):
-            return link
+        with contextlib.suppress(OSError, InputError, KeyError, ValueError, EOFError, AuthenticationError):
+            found = read_json_object(file)
+            return connect((str(found["host"]), int(found["port"])), str(found["key"]))
         if started is None and is_local(config.controller.host):
             started = _start(config, accept_changes)
         elif started is not None and (status := started.poll()) is not None:
@@ -55,14 +57,6 @@ def linked(config: RunConfig, accept_changes: bool, check_stop: Callable[[], Non
         f"no controller listens as {file} says after {config.controller.wait_limit_s:g} s (controller.wait_limit_s); "
         f"start one with dapo-mega control, or set controller.host=127.0.0.1"
     )
-
-
-def _try(file: Path) -> Connection | None:
-    try:
-        found = read_json_object(file)
-        return connect((str(found["host"]), int(found["port"])), str(found["key"]))
-    except (OSError, InputError, KeyError, ValueError, EOFError, AuthenticationError):
-        return None
 
 
 def _start(config: RunConfig, accept_changes: bool) -> subprocess.Popen[bytes]:

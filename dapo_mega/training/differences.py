@@ -81,15 +81,10 @@ def _of_tokens(name: str, values: Sequence[tuple[RecordedSample, Floats, Floats]
     triples = [
         (f"response {sample.request_id}, token {t + 1}", float(old[t]), float(new[t]))
         for sample, old, new in values
-        for t in _places_of_interest(old, new)
+        for t in np.flatnonzero(~((old == new) | (np.isnan(old) & np.isnan(new)))).tolist()  # Those not the same.
     ]
     number = sum(len(old) for _, old, _ in values)
     return _difference(name, triples, tolerance, num_values=number)
-
-
-def _places_of_interest(old: Floats, new: Floats) -> list[int]:
-    """The tokens whose values are not the same."""
-    return np.flatnonzero(~((old == new) | (np.isnan(old) & np.isnan(new)))).tolist()
 
 
 def _difference(
@@ -99,7 +94,7 @@ def _difference(
     num_values: int | None = None,
 ) -> Difference:
     """Of (place, recorded, replayed)."""
-    different = [v for v in values if not _is_same(v[1], v[2])]
+    different = [v for v in values if not (v[1] == v[2] or (math.isnan(v[1]) and math.isnan(v[2])))]
     where, old, new = max(different, key=lambda v: _gap(v[1], v[2]), default=("", 0.0, 0.0))
     if not different and values:
         where, old, new = values[0]
@@ -108,10 +103,6 @@ def _difference(
     return Difference(
         name, len(values) if num_values is None else num_values, len(different), largest, where, old, new, excess
     )
-
-
-def _is_same(old: float, new: float) -> bool:
-    return old == new or (math.isnan(old) and math.isnan(new))
 
 
 def _gap(old: float, new: float) -> float:

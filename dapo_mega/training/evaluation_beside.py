@@ -87,7 +87,6 @@ class BesideTraining:
         self.step = self._future = None
 
     def close(self) -> None:
-        """End the evaluation under way."""
         if self._future:
             self._future.cancel()
 

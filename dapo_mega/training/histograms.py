@@ -26,7 +26,11 @@ class StepCounts:
 
     def histograms(self, mini_batches: Sequence[Sequence[TokenBatch]], processes: Processes) -> dict[str, Histogram]:
         """The histograms over all ranks, the same on each and in every layout. Collective."""
-        advantages = _advantages(mini_batches, processes)
+        micros = [batch.micro_batch for mini_batch in mini_batches for batch in mini_batch]
+        advantages = torch.empty(0, dtype=torch.float64)  # Of the tokens in the loss that this rank counts.
+        if processes.counts_outputs and micros:
+            values = torch.cat([micro.advantages[micro.in_loss] for micro in micros]).double().cpu()
+            advantages = values[values.isfinite()]
         low, high = _common_range(advantages, processes)
         bins = ((advantages - low) / (high - low) * NUM_BINS).clamp(0, NUM_BINS - 1).long()
         own = [torch.bincount(bins, minlength=NUM_BINS), self.ratios.counts(), self.importance_weights.counts()]
@@ -41,15 +45,6 @@ class StepCounts:
             "mismatch/importance_weight": Histogram(0.0, HIGHEST, of_weights),
         }
         return {name: histogram for name, histogram in found.items() if histogram.total}
-
-
-def _advantages(mini_batches: Sequence[Sequence[TokenBatch]], processes: Processes) -> Tensor:
-    """Of the tokens in the loss that this rank counts, [N] float64 on the CPU."""
-    batches = [batch.micro_batch for mini_batch in mini_batches for batch in mini_batch]
-    if not processes.counts_outputs or not batches:
-        return torch.empty(0, dtype=torch.float64)
-    values = torch.cat([micro.advantages[micro.in_loss] for micro in batches]).double().cpu()
-    return values[values.isfinite()]
 
 
 def _common_range(values: Tensor, processes: Processes) -> tuple[float, float]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
@@ -82,17 +81,21 @@ def collect_step(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
 
 def learn(run: TrainingRun, groups: Sequence[Group], collected: Metrics) -> Metrics:
     """Score the groups, update the models, and complete the step. Returns the step's metrics."""
-    counts = gets_histograms(run.config, run.step + 1)
+    every = run.config.tracking.histograms_every
+    counts = bool(every and (run.step + 1) % every == 0)
     coefficient = run.entropy.current()
 
     def attempt() -> tuple[PackingStats, Metrics, Updated]:
         run.is_intact = True
-        with given_back_if_refused(run):
+        try:
             with run.timers.stage("pack"):
                 stats = run.trainer.take(samples_of_groups(groups, run.config, run.step))
             with run.timers.stage("score"):
                 measured, scored = score_groups(run.trainer, run.config, groups, run.step, counts=counts)
                 scored |= check_mismatch(run, measured)
+        except (FleetError, InputError):
+            give_back(run)  # It is refused before its first update: the run that continues asks its prompts again.
+            raise
         run.is_intact = False
         with run.timers.stage("update"):
             return stats, scored, update(run, coefficient)
@@ -182,16 +185,6 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
         raise
 
 
-@contextmanager
-def given_back_if_refused(run: TrainingRun) -> Iterator[None]:
-    """If the step is refused before its first update, its prompts are asked again, by the run that continues."""
-    try:
-        yield
-    except (FleetError, InputError):
-        give_back(run)
-        raise
-
-
 def give_back(run: TrainingRun) -> None:
     """What was collected for the step is not learnt from: the run that continues asks its prompts again."""
     if run.config.data.sampling.needs_outcomes:
@@ -254,11 +247,6 @@ def adapt_entropy_bonus(entropy: EntropyControl, config: RunConfig, metrics: Met
     if config.algorithm.entropy_target is not None:
         metrics["policy/entropy_coefficient"] = entropy.current()
     entropy.observe(metrics["policy/entropy"])
-
-
-def gets_histograms(config: RunConfig, step: int) -> bool:
-    every = config.tracking.histograms_every
-    return bool(every and step % every == 0)
 
 
 def evaluate(run: TrainingRun) -> Metrics:

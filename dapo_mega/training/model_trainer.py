@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.plan import PackingLayout
-from dapo_mega.batching.samples import FlatSamples
-from dapo_mega.batching.step import PlannedSamples, StepBatch, plan_samples
+from dapo_mega.batching.step import StepBatch
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
-from dapo_mega.checkpoints.store import CheckpointStore, LoopState
+from dapo_mega.checkpoints.store import CheckpointStore, LoopState, find_damage_in_share
 from dapo_mega.config import TrainingConfig
-from dapo_mega.distributed.commands import Commanded, Commander, Own, command
+from dapo_mega.distributed.commands import Commanded, Own, command, gathered
+from dapo_mega.distributed.links import Links
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.value_model import ValueModel
@@ -48,7 +48,7 @@ class ModelTrainer(Commanded, Generic[ConfigT]):
         config: ConfigT,
         processes: Processes | None,
         began: Callable[[], None] = lambda: None,
-        elsewhere: Commander | None = None,
+        elsewhere: Links | None = None,
     ) -> None:
         """`began` is called in every process when training begins. A process outside of the trainer commands
         `elsewhere`, and has no `processes`."""
@@ -75,11 +75,15 @@ class ModelTrainer(Commanded, Generic[ConfigT]):
         """The newest intact checkpoint, and a sentence for each newer one that is damaged. Removes the partial ones of
         killed runs, so the run's folder must be locked."""
         self.store.discard_partials()
-        return self._newest_checkpoint()
+        return self.store.newest_intact(self._complete_checkpoints(), self._find_damage)
 
-    @command
-    def _newest_checkpoint(self) -> tuple[Path | None, list[str]]:
-        return self.store.newest_intact(self.processes)
+    @gathered
+    def _complete_checkpoints(self) -> list[str]:
+        return [folder.name for folder in self.store.complete_ones()]
+
+    @gathered
+    def _find_damage(self, folder: Path) -> str | None:
+        return find_damage_in_share(folder, self.processes)
 
     def load(self, path: Path) -> LoopState:
         """Continue from a checkpoint; returns the state of the loop. Raises InputError for one of another model."""
@@ -113,9 +117,6 @@ class ModelTrainer(Commanded, Generic[ConfigT]):
         model = self.critic if critic else self.policy
         assert model
         save_hf_checkpoint(model, folder)
-
-    def _planned(self, samples: FlatSamples, **settings: Any) -> PlannedSamples:
-        return plan_samples(samples, self.facts.packing_layout, **settings)
 
     def _facts(self) -> Facts:
         return Facts(self.processes.world_size, self.policy.packing_layout, self.critic is not None)

@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
 from dapo_mega.cli import EXIT_CONTINUE, EXIT_FAULT, Reason
+from dapo_mega.distributed.event_loops import DAEMON_THREADS
 from dapo_mega.distributed.stores import attempt_prefix
 
 POLL_S = 0.5
@@ -66,21 +68,14 @@ class Peers:
     def agree(self, reason: Reason) -> Reason:
         """Tell the others why this process exits, unless one was earlier; returns the reason of the first one, or
         this one's where the store does not answer in time."""
-        answers = [reason]
         if self._is_silent:
             return reason
-
-        def ask() -> None:
-            try:
-                message, status = json.loads(self._store.compare_set(_FAILURE, "", json.dumps(reason)))
-                answers.append((message, status))
-            except (dist.DistError, OSError):
-                pass  # The store ended together with its readers.
-
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(_ANSWER_S)
-        return answers[-1]
+        answer = DAEMON_THREADS.submit(partial(self._store.compare_set, _FAILURE, "", json.dumps(reason)))
+        try:
+            message, status = json.loads(answer.result(_ANSWER_S))
+        except (RuntimeError, OSError, ValueError):
+            return reason  # The store does not answer in time, or has ended together with its readers.
+        return message, status
 
     def _talk(self) -> None:
         signed = 0.0

@@ -14,7 +14,6 @@ import select
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
 from typing import Self
 
 import psutil
@@ -60,19 +59,15 @@ class ProcessWatch:
         # Schedulers send SIGUSR1 or SIGUSR2; a closed terminal sends SIGHUP, unless nohup has switched that off.
         asked = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
         asked += [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-        self._old_handlers = {number: signal.signal(number, _ignore) for number in asked}
+        # The thread gets the signals through the pipe.
+        self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in asked}
         self._old_sink = signal.set_wakeup_fd(self._signal_sink, warn_on_full_buffer=False)
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback_: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After an error a process with peers keeps watching until it exits: a peer's error may be the cause."""
-        if exc is not None and self._peers is not None:
+        if kind is not None and self._peers is not None:
             return
         self.forget_peers()
         self._closed.set()
@@ -167,10 +162,6 @@ def _look_at_launcher() -> None:
             f"from the last checkpoint",
             EXIT_CONTINUE,
         )
-
-
-def _ignore(signal_number: int, frame: FrameType | None) -> None:
-    """The thread gets the signal through the pipe."""
 
 
 def _siblings_live() -> bool:

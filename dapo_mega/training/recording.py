@@ -48,7 +48,8 @@ def record_step(run: TrainingRun, groups: Sequence[Group], updates: Sequence[Met
     fates = run.collector.pop_fates()
     chosen = _chosen(fates, run.config, run.step)
     values = with_trainer(run, lambda: values_of_trajectories(run.trainer, run.config, groups, chosen))
-    training = dict(zip(_ids(groups), _training(run.config, groups, values), strict=True))
+    ids = (member.id for group in groups for member in group.trajectories)
+    training = dict(zip(ids, _training(run.config, groups, values), strict=True))
     rows = [
         replace(row, training=training.get(row.trajectory.id)) if fates[i].outcome == "trained" else row
         for i in chosen
@@ -74,11 +75,6 @@ def _chosen(fates: Sequence[GroupFate], config: RunConfig, step: int) -> Sequenc
     if wanted is None or wanted >= len(fates):
         return range(len(fates))
     return sorted(np.random.default_rng([config.seed, step]).choice(len(fates), wanted, replace=False).tolist())
-
-
-def _ids(groups: Sequence[Group]) -> Iterator[int]:
-    """The ids of a step's trajectories, in order."""
-    return (member.id for group in groups for member in group.trajectories)
 
 
 def values_of_trajectories(

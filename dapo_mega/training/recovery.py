@@ -11,7 +11,7 @@ from dapo_mega.batching.step_advantages import step_advantages
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import TrainerLost
-from dapo_mega.training.build import Learnt, TrainingRun
+from dapo_mega.training.build import TrainingRun
 from dapo_mega.training.lifecycle import find_checkpoint
 from dapo_mega.training.trainer import Measured, Trainer
 from dapo_mega.types import Group
@@ -45,8 +45,7 @@ def with_trainer(run: TrainingRun, work: Callable[[], T]) -> T:
 
 def forget_saved(run: TrainingRun) -> None:
     """What is in a complete checkpoint need not be learnt again."""
-    newest = run.trainer.store.latest() if run.learnt else None
-    if newest:
+    if run.learnt and (newest := run.trainer.store.latest()):
         run.learnt = [learnt for learnt in run.learnt if learnt.step > step_of(newest)]
 
 
@@ -63,19 +62,14 @@ def bring_back(run: TrainingRun, lost: TrainerLost) -> None:
             run.trainer.saved_step = None
             newest = find_checkpoint(run.trainer)
             saved = run.trainer.load(newest).step if newest else 0
-            for learnt in run.learnt:
+            for learnt in run.learnt:  # The same updates as when the run first learnt the step.
                 if learnt.step > saved:
-                    learn_again(run, learnt)
+                    run.trainer.take(samples_of_groups(learnt.groups, run.config, learnt.step - 1))
+                    score_groups(run.trainer, run.config, learnt.groups, learnt.step - 1)
+                    run.trainer.update(learnt.entropy_coefficient, traced=run.config.samples.enabled)
             run.weight_sync.reopen()
             run.trainer.begin()
             logger.warning("a trainer continues after step %d", run.step)
             return
         except TrainerLost as again:
             lost = again
-
-
-def learn_again(run: TrainingRun, learnt: Learnt) -> None:
-    """The same updates as when the run first learnt the step."""
-    run.trainer.take(samples_of_groups(learnt.groups, run.config, learnt.step - 1))
-    score_groups(run.trainer, run.config, learnt.groups, learnt.step - 1)
-    run.trainer.update(learnt.entropy_coefficient, traced=run.config.samples.enabled)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def plan_replay(run_dir: Path, step: int) -> ReplayPlan:
         raise InputError(f"{run_dir / 'config.yaml'} does not exist; give the output_dir of a run")
     folder = samples_folder(run_dir)
     whole = {file.step: file for file in stored_files(folder) if not file.is_evaluation}
-    checkpoints = {step_of(path): path for path in CheckpointFolders(run_dir / "checkpoints", 1, None).complete_ones()}
+    checkpoints = {step_of(path): path for path in CheckpointFolders(run_dir / "checkpoints", 1).complete_ones()}
     problem = _problem(step, whole.keys(), checkpoints.keys(), folder)
     if problem:
         can = [s for s in sorted(whole) if not _problem(s, whole.keys(), checkpoints.keys(), folder)]
@@ -106,13 +107,8 @@ def _problem(step: int, recorded: Collection[int], checkpoints: Collection[int],
 
 def _as_ranges(steps: Sequence[int]) -> str:
     """As in 1-3, 7."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and step == ranges[-1][1] + 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    ranges = [[step for _, step in run] for _, run in groupby(enumerate(steps), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ranges)
 
 
 def load_replay_config(run_dir: Path, overrides: Sequence[str], recorded_world_size: int) -> RunConfig:
@@ -146,7 +142,6 @@ def replay(run_dir: Path, step: int, overrides: Sequence[str] = (), tolerance: f
 
 
 def _compare(trainer: Trainer, config: RunConfig, plan: ReplayPlan, run_dir: Path, tolerance: float) -> Replay:
-    """Train on the plan's steps, and compare."""
     trainer.build(with_engines=False)
     entropy = entropy_control(config)
     if plan.start:
@@ -155,15 +150,19 @@ def _compare(trainer: Trainer, config: RunConfig, plan: ReplayPlan, run_dir: Pat
     earlier: list[Difference] = []
     for step in plan.steps[:-1]:
         _, metrics, _, _ = _replay_one(trainer, config, entropy, run_dir, step)
-        earlier += compare_numbers(_compared(logged, step), metrics, tolerance, f" of step {step}")
+        earlier += compare_numbers(logged.get(step, {}), metrics, tolerance, f" of step {step}")
     step = plan.steps[-1]
     recorded, metrics, updates, values = _replay_one(trainer, config, entropy, run_dir, step)
     return Replay(
         plan,
         trainer.facts.world_size,
         tuple(earlier),
-        tuple(compare_numbers(_compared(logged, step), metrics, tolerance)),
-        tuple(_compare_updates(recorded.account["updates"], updates, tolerance)),
+        tuple(compare_numbers(logged.get(step, {}), metrics, tolerance)),
+        tuple(
+            difference
+            for i, (before, after) in enumerate(zip(recorded.account["updates"], updates, strict=False))
+            for difference in compare_numbers(before, after, tolerance, f" of update {i + 1}")
+        ),
         tuple(compare_samples(recorded.samples, values, tolerance)),
     )
 
@@ -184,25 +183,11 @@ def _replay_one(
 
 
 def _logged(run_dir: Path) -> Mapping[int, Mapping[str, float]]:
+    """By step, the recorded metrics that training on its groups decides."""
     try:
-        return {int(record["step"]): record for record in read_metrics(run_dir / "metrics.jsonl")}
+        records = read_metrics(run_dir / "metrics.jsonl")
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise InputError(str(error)) from error
-
-
-def _compared(logged: Mapping[int, Mapping[str, float]], step: int) -> dict[str, float]:
-    """The step's metrics that training on its groups decides."""
-    record = logged.get(step, {})
-    return {name: value for name, value in record.items() if name.startswith(_COMPARED)}
-
-
-def _compare_updates(
-    recorded: Sequence[Mapping[str, float]], replayed: Sequence[Mapping[str, float]], tolerance: float
-) -> list[Difference]:
-    return [
-        difference
-        for i, (before, after) in enumerate(zip(recorded, replayed, strict=False))
-        for difference in compare_numbers(before, after, tolerance, f" of update {i + 1}")
-    ]
+    return {int(r["step"]): {name: r[name] for name in r if name.startswith(_COMPARED)} for r in records}

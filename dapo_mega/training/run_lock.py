@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from dapo_mega.atomic_files import errors_naming, parse_json, set_aside
@@ -121,12 +120,7 @@ class RunLock:
         before_leaving(self._remove)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._released.set()
         self._thread.join()
         forget_before_leaving(self._remove)

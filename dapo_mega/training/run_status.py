@@ -40,11 +40,7 @@ class RunStatus:
 
     def is_finished(self) -> bool:
         """Whether the file says `finished`."""
-        try:
-            content = parse_json(self._file.read_bytes()) if self._file.is_file() else None
-        except (OSError, ValueError):
-            return False
-        return isinstance(content, dict) and content.get("state") == "finished"
+        return read_status(self._folder).get("state") == "finished"
 
     def left(self, message: str, status: int) -> None:
         """A process of the run ends early with this exit status. An action for `cli.before_leaving`."""
@@ -72,3 +68,13 @@ class RunStatus:
             temporary.replace(self._file)
         except OSError:
             temporary.unlink(missing_ok=True)  # A full disk must not hide why the run ends.
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """What `status.json` in the folder says; empty where none can be read."""
+    file = folder / STATUS_FILE
+    try:
+        content = parse_json(file.read_bytes()) if file.is_file() else None
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dapo_mega.batching.samples import flatten, single_turn
-from dapo_mega.batching.step import PlannedSamples
+from dapo_mega.batching.step import PlannedSamples, plan_samples
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.cli import is_rank_zero, print_once
@@ -116,8 +117,6 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
 
 
 class FineTuner(ModelTrainer[SftConfig]):
-    """Trains a policy on demonstrations."""
-
     def build(self) -> None:
         """Load the model. Raises InputError for one that cannot be trained here."""
         self.facts = self._build()
@@ -140,7 +139,8 @@ class FineTuner(ModelTrainer[SftConfig]):
     def fine_tune(self, demonstrations: Sequence[tuple[TokenIds, TokenIds]], step: int) -> dict[str, float]:
         """The update of this step on prompts and responses; its metrics."""
         samples = flatten([single_turn(prompt, response) for prompt, response in demonstrations])
-        return self._fine_tune(Own(self._planned(samples, token_budget=self._config.tokens_per_microbatch)), step)
+        budget = self._config.tokens_per_microbatch
+        return self._fine_tune(Own(plan_samples(samples, self.facts.packing_layout, token_budget=budget)), step)
 
     @command
     def _fine_tune(self, samples: Own[PlannedSamples], step: int) -> dict[str, float]:
@@ -152,55 +152,48 @@ class FineTuner(ModelTrainer[SftConfig]):
         return metrics
 
 
+@dataclass
 class _Tuning:
     """The loop of the process that commands, and its state: the last completed step and the position in the
-    demonstrations."""
+    demonstrations. `cards` are those of the demonstrations and `preview` shows one of them. `losses` are the first and
+    the last loss of this start; NaN without a step."""
 
-    def __init__(
-        self,
-        config: SftConfig,
-        trainer: FineTuner,
-        demonstrations: Sequence[Demonstration],
-        cards: Mapping[str, CardReference],
-        preview: str,
-        watch: ProcessWatch,
-    ) -> None:
-        """`cards` are those of the demonstrations and `preview` shows one of them."""
-        self.step = 0
-        self._cards = cards
-        self._preview = preview
-        self._config = config
-        self._trainer = trainer
-        self._demonstrations = demonstrations
-        self._watch = watch
-        self._fingerprint = _fingerprint(demonstrations)
-        self._cursor = PromptCursor(len(demonstrations), config.seed)
-        self._saving = Saving(config, trainer, self._state)
-        self.losses = (math.nan, math.nan)
-        """The first and the last loss of this start; NaN without a step."""
+    config: SftConfig
+    trainer: FineTuner
+    demonstrations: Sequence[Demonstration]
+    cards: Mapping[str, CardReference]
+    preview: str
+    watch: ProcessWatch
+    step: int = 0
+    losses: tuple[float, float] = (math.nan, math.nan)
+
+    def __post_init__(self) -> None:
+        self._fingerprint = _fingerprint(self.demonstrations)
+        self._cursor = PromptCursor(len(self.demonstrations), self.config.seed)
+        self._saving = Saving(self.config, self.trainer, self._state)
 
     def resume(self) -> None:
         """Load the newest intact checkpoint, if there is one. Raises InputError if the demonstrations have changed."""
-        newest = find_checkpoint(self._trainer)
+        newest = find_checkpoint(self.trainer)
         if newest is None:
             return
-        state = self._trainer.load(newest)
+        state = self.trainer.load(newest)
         refuse_other_data(state.values, self._fingerprint, "demonstrations")
         self._cursor.load_state(state.values["cursor"])
         self.step = state.step
 
     def run(self) -> None:
         """Train the remaining steps, and export. Raises StopRequested after SIGTERM, once the last step is saved."""
-        config = self._config
-        write_run_record(config, self._cards)
+        config = self.config
+        write_run_record(config, self.cards)
         first = self.step + 1 if self.step else 0
         progress = ProgressDisplay(config.num_steps, self.step, columns=_COLUMNS)
-        with open_writer(config, first, self._preview) as writer, progress:
+        with open_writer(config, first, self.preview) as writer, progress:
             if self.step:
                 progress.message(f"resuming {config.output_dir} after step {self.step}")
             try:
                 while self.step < config.num_steps:
-                    self._watch.check_stop()
+                    self.watch.check_stop()
                     metrics = self._update()
                     writer.write(self.step, metrics)
                     progress.update(self.step, metrics)
@@ -211,9 +204,9 @@ class _Tuning:
 
     def _update(self) -> dict[str, float]:
         started = time.perf_counter()
-        chosen = [self._demonstrations[i] for i in self._cursor.next(self._config.batch_samples)]
+        chosen = [self.demonstrations[i] for i in self._cursor.next(self.config.batch_samples)]
         with at_step(self.step + 1):
-            metrics = self._trainer.fine_tune(
+            metrics = self.trainer.fine_tune(
                 [(d.prompt_token_ids, d.response_token_ids) for d in chosen], self.step + 1
             )
         self.step += 1

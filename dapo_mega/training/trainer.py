@@ -6,7 +6,7 @@ the batch, the scores and what the updates computed stay with the processes that
 
 from __future__ import annotations
 
-from collections import Counter
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,9 +23,10 @@ from dapo_mega.algorithms.ratios import kl_estimate, mean_over
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.plan import PackingStats
 from dapo_mega.batching.samples import FlatSamples, flatten, single_turn
-from dapo_mega.batching.step import PlannedSamples
+from dapo_mega.batching.step import PlannedSamples, plan_samples
 from dapo_mega.config import RunConfig
-from dapo_mega.distributed.commands import Commander, Own, command, gathered
+from dapo_mega.distributed.commands import Own, command, gathered
+from dapo_mega.distributed.links import Links
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import split
@@ -50,6 +51,7 @@ from dapo_mega.training.model_trainer import Facts, ModelTrainer
 from dapo_mega.types import Answer, GenerationRequest, LogProbs, TokenIds
 from dapo_mega.weight_sync.broadcast import BroadcastSender
 from dapo_mega.weight_sync.sending import WeightCommands
+from dapo_mega.weight_sync.shared_memory import refuse_several_machines
 from dapo_mega.weight_sync.update import SenderPlaces
 
 T = TypeVar("T")
@@ -121,7 +123,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         processes: Processes | None,
         began: Callable[[], None] = lambda: None,
         check_stop: Callable[[], None] = lambda: None,
-        elsewhere: Commander | None = None,
+        elsewhere: Links | None = None,
     ) -> None:
         """`check_stop` is called while embedded engines generate, and may raise StopRequested."""
         super().__init__(config, processes, began, elsewhere)
@@ -154,14 +156,20 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
             )
         return self._facts()
 
-    @command
     def open_sender(self) -> SenderPlaces | None:
         """Prepare to send weights to a fleet of engines; returns from where, if by broadcast. Raises InputError if the
         configured way does not fit."""
+        opened = self._open_sender()
+        if self._config.sync_transport == "tensor":
+            refuse_several_machines(host for host, _ in opened)
+        return opened[0][1]
+
+    @gathered
+    def _open_sender(self) -> tuple[str, SenderPlaces | None]:
         from dapo_mega.weight_sync.transports import make_sender
 
         self.sender = make_sender(self._config, self.processes)
-        return self.sender.places if isinstance(self.sender, BroadcastSender) else None
+        return platform.node(), self.sender.places if isinstance(self.sender, BroadcastSender) else None
 
     def load_engines(self, version: int) -> None:
         """Give the weights to the embedded engines."""
@@ -223,7 +231,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         if in_mini_batches:
             settings["groups_per_update"] = config.batch.mini_batch_groups
             settings["whole_trajectories"] = needs_whole_trajectories(config)
-        return self._take(Own(self._planned(samples, **settings)))
+        return self._take(Own(plan_samples(samples, self.facts.packing_layout, **settings)))
 
     @command
     def _take(self, samples: Own[PlannedSamples]) -> PackingStats:
@@ -431,10 +439,6 @@ def build_models(
 
 def _means(updates: Sequence[Metrics]) -> Metrics:
     """Each metric's mean over the updates that have it."""
-    totals: dict[str, float] = {}
-    counts: Counter[str] = Counter()
-    for metrics in updates:
-        for name, value in metrics.items():
-            totals[name] = totals.get(name, 0.0) + value
-            counts[name] += 1
-    return {name: total / counts[name] for name, total in totals.items()}
+    names = dict.fromkeys(name for metrics in updates for name in metrics)
+    values = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
+    return {name: sum(of_updates) / len(of_updates) for name, of_updates in values.items()}

@@ -33,7 +33,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,6 @@ from dapo_mega.weight_sync.progress import LateEngines, UpdateNews
 from dapo_mega.weight_sync.update import (
     EngineRoute,
     SenderPlaces,
-    SendingTrainer,
     Sent,
     Transport,
     Update,
@@ -72,6 +71,7 @@ from dapo_mega.weight_sync.update import (
 
 if TYPE_CHECKING:
     from dapo_mega.engines.sglang.fleet_client import SyncTarget
+    from dapo_mega.weight_sync.sending import WeightCommands
 
 _POLL_S = 0.001
 _FAILURE_POLL_S = 0.1
@@ -82,7 +82,7 @@ _JOINING_SHARE = 0.9  # Share of the join call's time limit, so that an engine t
 class BroadcastTransport(Transport):
     """Calls the engines and finds out which have failed; knows no tensor."""
 
-    def __init__(self, trainer: SendingTrainer, places: SenderPlaces, config: WeightSyncConfig) -> None:
+    def __init__(self, trainer: WeightCommands, places: SenderPlaces, config: WeightSyncConfig) -> None:
         self._trainer = trainer
         self._places = places
         self._store = connect_store(places.listening[0][0], places.listening[0][1], config.timeout_s)
@@ -235,7 +235,7 @@ class BroadcastSender(WeightSender):
         self._processes = processes
         self._bucket_bytes = config.bucket_bytes
         self._encodings = Encodings(config)
-        self._prepared: Callable[[WeightBucket], WeightBucket] = quantised_bucket if dtype == "fp8" else _unchanged
+        self._is_fp8 = dtype == "fp8"
         address, timeout_s = local_address(towards), config.timeout_s
         # It serves other processes as long as it is referenced.
         self._own_store = store = open_store(address, timeout_s)
@@ -261,14 +261,14 @@ class BroadcastSender(WeightSender):
         """What engines are told of the buckets of each round."""
         encoding = self._encodings.of(have_plugin=have_plugin)
         rounds = policy.weight_plan(self._bucket_bytes)
-        return [[encoding.planned(self._prepared(bucket)) for bucket in buckets] for buckets in rounds]
+        return [[encoding.planned(bucket) for bucket in self._prepared(buckets)] for buckets in rounds]
 
     def send(self, policy: WeightSource, update: Update) -> Sent:
         """Collective: send this process's bucket of each round to its engines."""
         routes = [route for route in update.routes if route.replica == self._processes.data_rank]
         encoding = self._encodings.choose(update, any(route.joins for route in routes))
         replicas = sorted({route.replica for route in update.routes})
-        buckets = map(self._prepared, policy.weights(self._bucket_bytes, "senders", replicas))
+        buckets = self._prepared(policy.weights(self._bucket_bytes, "senders", replicas))
         news = UpdateNews(self._store, update.number)
         self._bytes_made = self._bytes_sent = 0
         self.forget(route.url for route in update.routes if route.joins)
@@ -280,6 +280,9 @@ class BroadcastSender(WeightSender):
             news.report(self._processes.rank, round_)
             del bucket  # Free its memory before the next but one is gathered.
         return self._sent(*self._encodings.take_counts())
+
+    def _prepared(self, buckets: Iterable[WeightBucket]) -> Iterable[WeightBucket]:
+        return map(quantised_bucket, buckets) if self._is_fp8 else buckets
 
     def _join(self, routes: Mapping[str, EngineRoute], news: UpdateNews) -> None:
         """Join the groups with new engines in parallel. Engines that do not come in time get no group."""
@@ -389,10 +392,6 @@ class BroadcastSender(WeightSender):
         self._groups.clear()
         for thread in self._abandoned:
             thread.join()
-
-
-def _unchanged(bucket: WeightBucket) -> WeightBucket:
-    return bucket
 
 
 def _outlive(group: EngineGroup, works: Sequence[dist.Work]) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dapo_mega.engines.sglang.engine_client import EngineClient
-from dapo_mega.weight_sync.update import SendingTrainer, Sent, Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
+
+if TYPE_CHECKING:
+    from dapo_mega.weight_sync.sending import WeightCommands
 
 
 class DiskTransport(Transport):
@@ -15,7 +19,7 @@ class DiskTransport(Transport):
 
     uses_sessions = False
 
-    def __init__(self, trainer: SendingTrainer, folder: Path) -> None:
+    def __init__(self, trainer: WeightCommands, folder: Path) -> None:
         self._trainer = trainer
         self._folder = folder.absolute()
 

@@ -92,9 +92,13 @@ class DeltaEncoding:
             new = tensor.to(spec.dtype).contiguous()
             held = self._held.get(name)
             before = None if held is None else held.to(new.device)
-            found.append(find_changes(new, before))
+            places, values = find_changes(new, before)
+            found.append((places, values))
             if before is not None:
-                self._count(new, before, found[-1][0])
+                # Without places all of its values are sent, the changed ones among them.
+                number = int(differing(new, before).sum()) if places is None else len(places)
+                self.compared_bytes += new.nbytes
+                self.changed_bytes += number * new.dtype.itemsize
             checksums.append(checksum(new))
             if held is None:
                 held = self._held[name] = torch.empty_like(new, device="cpu")
@@ -102,12 +106,6 @@ class DeltaEncoding:
         packed = pack_changes(found, checksums)
         length = torch.tensor([packed.nbytes], dtype=torch.int64, device=packed.device).view(torch.uint8)
         return length, packed
-
-    def _count(self, new: Tensor, before: Tensor, places: Tensor | None) -> None:
-        """Count a compared tensor; `places` are those of its changes, None if all of its values are sent."""
-        number = int(differing(new, before).sum()) if places is None else len(places)
-        self.compared_bytes += new.nbytes
-        self.changed_bytes += number * new.dtype.itemsize
 
 
 Encoding = ChunkedEncoding | DeltaEncoding

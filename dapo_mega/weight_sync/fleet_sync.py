@@ -19,10 +19,11 @@ from dapo_mega.errors import FleetError, TrainerLost
 from dapo_mega.types import LogProbs
 from dapo_mega.weight_sync.agreement import Agreement, engine_logprobs, mean_difference
 from dapo_mega.weight_sync.push import WeightSync
-from dapo_mega.weight_sync.update import EngineFleet, SendingTrainer, Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls
 
 if TYPE_CHECKING:
-    from dapo_mega.engines.sglang.fleet_client import SyncTarget
+    from dapo_mega.engines.sglang.fleet_client import FleetClient, SyncTarget
+    from dapo_mega.weight_sync.sending import WeightCommands
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class FleetWeightSync(WeightSync):
 
     def __init__(
         self,
-        trainer: SendingTrainer,
-        fleet: EngineFleet,
+        trainer: WeightCommands,
+        fleet: FleetClient,
         config: WeightSyncConfig,
         make_transport: Callable[[], Transport],
         run: str = "",
@@ -99,7 +100,7 @@ class FleetWeightSync(WeightSync):
             sent = self._transport.bring(update, calls, self._failed)
             seconds = time.perf_counter() - started
             if self._transport.uses_sessions:
-                calls.call(_end_session)
+                calls.call(lambda client: client.end_weight_update())
             failures = self._record(update, calls)
         except TrainerLost as lost:
             calls.cancel()
@@ -150,21 +151,17 @@ class FleetWeightSync(WeightSync):
                 failures[url] = f"it did not score a sequence with its new weights: {scores.reason}"
                 fleet.failed(url, failures[url])
             elif not (difference := mean_difference(scores, expected)) <= tolerance:
-                failures[url] = _disagreement(difference, len(scores), update.version, tolerance)
+                failures[url] = (
+                    f"with the weights of version {update.version} it gives {len(scores)} tokens of a fixed sequence "
+                    f"log-probs that are {difference:.4g} nats from the trainer's on average, which is not within "
+                    f"rollout.engine_tolerance={tolerance:g}: its model is not model.path's (config.json), or it "
+                    "computes in another precision; start it with model.path's checkpoint, or raise the limit"
+                )
                 fleet.disagrees(url, failures[url])
             else:
                 logger.info("engine %s agrees with the trainer to within %.2g nats on average", url, difference)
                 fleet.synced(url, update.version)
         return failures
-
-
-def _disagreement(difference: float, num_tokens: int, version: int, tolerance: float) -> str:
-    return (
-        f"with the weights of version {version} it gives {num_tokens} tokens of a fixed sequence log-probs that are "
-        f"{difference:.4g} nats from the trainer's on average, which is not within rollout.engine_tolerance="
-        f"{tolerance:g}: its model is not model.path's (config.json), or it computes in another precision; start it "
-        "with model.path's checkpoint, or raise the limit"
-    )
 
 
 async def _begin_session(client: EngineClient) -> None:
@@ -175,7 +172,3 @@ async def _begin_session(client: EngineClient) -> None:
         with contextlib.suppress(EngineRefused):  # Its weights were incomplete.
             await client.end_weight_update()
         await client.begin_weight_update()
-
-
-async def _end_session(client: EngineClient) -> None:
-    await client.end_weight_update()

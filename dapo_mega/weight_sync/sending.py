@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dapo_mega.distributed.commands import Commanded, command, gathered
 from dapo_mega.engines.sglang.weight_protocol import PlannedBucket
+from dapo_mega.types import LogProbs, TokenIds
 from dapo_mega.weight_sync.broadcast import BroadcastSender
 from dapo_mega.weight_sync.shared_memory import SharedMemorySender
 from dapo_mega.weight_sync.update import Sent, SharedBucket, Update, WeightSender
 
 
 class WeightCommands(Commanded):
-    """Implements the sending part of `SendingTrainer` with each process's `sender`, and its `policy`, which is a
-    `WeightSource`."""
+    """Sends with each process's `sender` from its `policy`, which is a `WeightSource`."""
 
     policy: Any
     sender: WeightSender | None = None
 
     @command
     def weight_plan(self, *, have_plugin: bool) -> list[list[PlannedBucket]]:
-        """See `SendingTrainer`."""
+        """The buckets that `send_weights` sends in each round, to engines with or without the plugin."""
         assert isinstance(self.sender, BroadcastSender)
         return self.sender.plan(self.policy, have_plugin=have_plugin)
 
     @command
     def send_weights(self, update: Update, forgotten: Sequence[str]) -> Sent:
-        """See `SendingTrainer`."""
+        """Broadcast the weights to the engines of an update; those `forgotten` have failed before."""
         assert isinstance(self.sender, BroadcastSender)
         self.sender.forget(forgotten)
         return self.sender.send(self.policy, update)
 
     def share_weights(self, update: Update | None) -> SharedBucket | None:
-        """See `SendingTrainer`."""
+        """The next bucket of an update in shared memory, where it stays until the next call; None frees the last."""
         found = self._share_weights(update)
         return next((bucket for bucket in found if bucket and bucket.handles), found[0])
 
@@ -41,3 +42,11 @@ class WeightCommands(Commanded):
     def _share_weights(self, update: Update | None) -> SharedBucket | None:
         assert isinstance(self.sender, SharedMemorySender)
         return self.sender.share(self.policy, update)
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face checkpoint. Raises InputError if writing fails."""
+        raise NotImplementedError
+
+    def logprobs(self, tokens: TokenIds) -> LogProbs:
+        """The log-probs [L - 1] of all tokens but the first with the current weights."""
+        raise NotImplementedError

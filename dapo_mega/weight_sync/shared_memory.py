@@ -5,16 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import os
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from dapo_mega.config import WeightSyncConfig
@@ -23,10 +21,9 @@ from dapo_mega.distributed.stores import is_local
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.weight_protocol import flatten, unpacked
 from dapo_mega.errors import InputError
-from dapo_mega.types import WeightBucket, WeightSource
+from dapo_mega.types import WeightSource
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.update import (
-    SendingTrainer,
     Sent,
     SharedBucket,
     Transport,
@@ -35,11 +32,23 @@ from dapo_mega.weight_sync.update import (
     WeightSender,
 )
 
+if TYPE_CHECKING:
+    from dapo_mega.weight_sync.sending import WeightCommands
+
+
+def refuse_several_machines(hosts: Iterable[str]) -> None:
+    """Raise InputError if the trainer's processes run on several hosts, which share no memory."""
+    if len(names := sorted(set(hosts))) > 1:
+        raise InputError(
+            f"weight_sync.transport=tensor needs one machine but the trainer runs on {', '.join(names)}; set "
+            f"weight_sync.transport to distributed or disk"
+        )
+
 
 class SharedMemoryTransport(Transport):
     """Tells the engines where each bucket is, while the trainer keeps it there."""
 
-    def __init__(self, trainer: SendingTrainer) -> None:
+    def __init__(self, trainer: WeightCommands) -> None:
         self._trainer = trainer
 
     def bring(self, update: Update, calls: UpdateCalls, forgotten: Sequence[str]) -> Sent:
@@ -71,20 +80,13 @@ class SharedMemorySender(WeightSender):
     """Each stage's leader puts a bucket into shared memory."""
 
     def __init__(self, processes: Processes, config: WeightSyncConfig, *, fp8: bool = False) -> None:
-        """Collective. `fp8`: engines hold projections in FP8. Raises InputError for a trainer on several machines."""
+        """`fp8`: engines hold projections in FP8."""
         self._is_fp8 = fp8
         self._bucket_bytes = config.bucket_bytes
         self._update = 0
         self._buckets: Iterator[SharedBucket] = iter(())
         if processes.device.type == "cpu":
             start_memory_manager()
-        hosts: list[Any] = [None] * processes.world_size
-        dist.all_gather_object(hosts, socket.gethostname(), group=processes.control)
-        if len(set(hosts)) > 1:
-            raise InputError(
-                f"weight_sync.transport=tensor needs one machine but the trainer runs on "
-                f"{', '.join(sorted(set(hosts)))}; set weight_sync.transport to distributed or disk"
-            )
 
     def share(self, policy: WeightSource, update: Update | None) -> SharedBucket | None:
         """Collective: the update's next bucket, with handles on the process that holds it; the one before is freed.
@@ -101,7 +103,9 @@ class SharedMemorySender(WeightSender):
         for bucket in map(quantised_bucket, buckets) if self._is_fp8 else buckets:
             handles = {}
             if bucket.tensors is not None:
-                shared = _copied_together(bucket)
+                # Copies in one new buffer: sharing a tensor shares its whole storage, which may be the model's.
+                tensors = unpacked(flatten(bucket.specs, bucket.tensors), bucket.specs)
+                shared = [(spec.name, tensor) for spec, tensor in zip(bucket.specs, tensors, strict=True)]
                 # A handle is for one reader: torch counts how many have released the memory.
                 handles = {target.url: [_handle(shared) for _ in range(target.tp_size)] for target in update.targets}
             yield SharedBucket(handles, bucket.num_bytes, bucket.is_last)
@@ -123,13 +127,6 @@ def start_memory_manager() -> None:
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-
-
-def _copied_together(bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-    """Copies of the bucket's tensors in one new buffer, with their names. Sharing a tensor shares its whole storage,
-    which may be the model's."""
-    tensors = unpacked(flatten(bucket.specs, bucket.tensors or ()), bucket.specs)
-    return [(spec.name, tensor) for spec, tensor in zip(bucket.specs, tensors, strict=True)]
 
 
 def _handle(named_tensors: list[tuple[str, Tensor]]) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from dapo_mega.config import FleetConfig, RunConfig
+from dapo_mega.config import RunConfig
 from dapo_mega.config.fleet import parse_address
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError
 from dapo_mega.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from dapo_mega.weight_sync.disk import DiskTransport
+from dapo_mega.weight_sync.sending import WeightCommands
 from dapo_mega.weight_sync.shared_memory import SharedMemorySender, SharedMemoryTransport
-from dapo_mega.weight_sync.update import SenderPlaces, SendingTrainer, Transport, WeightSender
+from dapo_mega.weight_sync.update import SenderPlaces, Transport, WeightSender
 
 
 def make_sender(config: RunConfig, processes: Processes) -> WeightSender | None:
@@ -20,7 +21,8 @@ def make_sender(config: RunConfig, processes: Processes) -> WeightSender | None:
     engines or the machines."""
     fp8 = config.engine_dtype == "fp8"
     if config.sync_transport == "distributed":
-        towards = _engines_host(config.rollout.fleet)
+        fleet = config.rollout.fleet  # A host on the engines' network.
+        towards = parse_address(fleet.rendezvous)[0] if fleet.rendezvous else str(urlsplit(fleet.urls[0]).hostname)
         return BroadcastSender(processes, config.weight_sync, towards=towards, dtype=config.engine_dtype)
     if config.sync_transport == "tensor":
         return SharedMemorySender(processes, config.weight_sync, fp8=fp8)
@@ -32,17 +34,10 @@ def make_sender(config: RunConfig, processes: Processes) -> WeightSender | None:
     return None
 
 
-def make_transport(config: RunConfig, trainer: SendingTrainer, places: SenderPlaces | None) -> Transport:
+def make_transport(config: RunConfig, trainer: WeightCommands, places: SenderPlaces | None) -> Transport:
     """The other end, with which a process commands a trainer that sends from these places."""
     if places:
         return BroadcastTransport(trainer, places, config.weight_sync)
     if config.sync_transport == "tensor":
         return SharedMemoryTransport(trainer)
     return DiskTransport(trainer, Path(config.weight_sync.folder or Path(config.output_dir) / "weight_sync"))
-
-
-def _engines_host(fleet: FleetConfig) -> str:
-    """A host on the engines' network."""
-    if fleet.rendezvous:
-        return parse_address(fleet.rendezvous)[0]
-    return str(urlsplit(fleet.urls[0]).hostname)

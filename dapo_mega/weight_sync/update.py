@@ -6,44 +6,12 @@ from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
-from dapo_mega.engines.sglang.weight_protocol import PlannedBucket
-from dapo_mega.types import LogProbs, TokenIds
 
 if TYPE_CHECKING:
-    from dapo_mega.engines.sglang.fleet_client import SyncTarget
-
-T = TypeVar("T")
-
-
-class EngineFleet(Protocol):
-    """The part of a fleet's client that updates need."""
-
-    def targets(self, only_outdated: bool) -> list[SyncTarget]:
-        """Wait for `min_engines` and return the engines to update; raises FleetError after the time limit."""
-
-    def start_call(
-        self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
-    ) -> Future[dict[str, T | EngineError]]:
-        """Start a call on all targets; the future gives each URL's result or error within the time limit."""
-
-    def pause_generation(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
-        """Pause generation on the targets as configured; returns those that are still reachable."""
-
-    def resume_generation(self, targets: Sequence[SyncTarget]) -> None:
-        """Undo `pause_generation`."""
-
-    def synced(self, url: str, version: int) -> None:
-        """Record that the engine holds weights of this version."""
-
-    def failed(self, url: str, reason: str) -> None:
-        """Record that the engine's update failed."""
-
-    def disagrees(self, url: str, reason: str) -> None:
-        """Record that the updated engine's log-probs are not the trainer's."""
+    from dapo_mega.engines.sglang.fleet_client import FleetClient, SyncTarget
 
 
 @dataclass(frozen=True)
@@ -85,7 +53,7 @@ class UpdateCalls:
     """The calls to the engines of one update. An engine whose call fails is left out of the next calls."""
 
     def __init__(
-        self, fleet: EngineFleet, targets: Sequence[SyncTarget], timeout_s: float, on_failure: Callable[[str], None]
+        self, fleet: FleetClient, targets: Sequence[SyncTarget], timeout_s: float, on_failure: Callable[[str], None]
     ) -> None:
         """`on_failure(url)` is called as soon as a call fails, in the thread that makes the calls."""
         self.targets = list(targets)
@@ -162,25 +130,6 @@ class WeightSender:
 
     def close(self) -> None:
         """Free what is shared with all engines; by default there is nothing."""
-
-
-class SendingTrainer(Protocol):
-    """What an update commands the trainer to do."""
-
-    def send_weights(self, update: Update, forgotten: Sequence[str]) -> Sent:
-        """Broadcast the weights to the engines of an update; those `forgotten` have failed before."""
-
-    def weight_plan(self, *, have_plugin: bool) -> Sequence[Sequence[PlannedBucket]]:
-        """The buckets that `send_weights` sends in each round, to engines with or without the plugin."""
-
-    def share_weights(self, update: Update | None) -> SharedBucket | None:
-        """The next bucket of an update in shared memory, where it stays until the next call; None frees the last."""
-
-    def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face checkpoint. Raises InputError if writing fails."""
-
-    def logprobs(self, tokens: TokenIds) -> LogProbs:
-        """The log-probs [L - 1] of all tokens but the first with the current weights."""
 
 
 class Transport:

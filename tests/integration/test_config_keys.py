@@ -108,6 +108,8 @@ ELSEWHERE = {
         ("controller.host", "controller.wait_limit_s"),
         "unit/training/test_controller.py::test_they_wait_for_each_other_for_a_limited_time",
     ),
+    "environment.max_unreadable": "unit/environments/test_tools.py::test_unreadable_turns_in_a_row_end_the_trajectory",
+    "environment.max_result_characters": "unit/environments/test_tools.py::test_a_long_result_is_cut_in_its_middle",
     "seed": "unit/test_config.py::test_a_resume_with_another_seed_is_not_told_to_accept_what_cannot_be_accepted",
     "tracking.backends": "unit/training/test_tracking.py::"
     "test_a_changed_key_reaches_the_trackers_of_a_run_that_continues",

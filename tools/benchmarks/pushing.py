@@ -42,7 +42,7 @@ class Pushing(WeightCommands):
     ) -> None:
         super().__init__(processes.control)
         self.sender = sender
-        self.export = export
+        self._export = export
         self.num_scored = 0
         self._scores = scores
         self._sync = None
@@ -69,6 +69,9 @@ class Pushing(WeightCommands):
         with self.commanding():
             metrics: dict[str, float] = getattr(self._sync, method)(version)
         return metrics
+
+    def export(self, folder: Path) -> None:
+        self._export(folder)
 
     def logprobs(self, tokens: TokenIds) -> LogProbs:
         self.num_scored += 1

@@ -5,9 +5,21 @@ import random
 import sys
 from pathlib import Path
 
-WORDS = (
-    "amber basil cedar delta ember frost grove hazel iris jade kelp lotus maple north olive pearl quill reed".split()
-)
+WORDS = [
+    "amber",
+    "basil",
+    "cedar",
+    "delta",
+    "ember",
+    "frost",
+    "grove",
+    "hazel",
+    "iris",
+    "jade",
+    "kelp",
+    "lotus",
+    "maple",
+]
 
 folder = Path(sys.argv[1])
 folder.mkdir(parents=True, exist_ok=True)

@@ -96,9 +96,9 @@ ROLLOUTS: tuple[Metric, ...] = (
         "environment/part_<name>",
         "a number of the environment's",
         "Sum over the turns of a scored response of what the environment said of them, mean over responses: its parts, "
-        "`reward` and `correct`. With `environment.kind=tools` the calls of tools (`tool_calls`) and what was wrong with "
-        "them: `tool_bad_json`, `tool_unclosed`, `tool_unknown`, `tool_bad_arguments`, `tool_cut_off`, and `tool_errors` "
-        "that a tool raised.",
+        "`reward` and `correct`. With `environment.kind=tools` the calls of tools (`tool_calls`) and what was wrong "
+        "with them: `tool_bad_json`, `tool_unclosed`, `tool_unknown`, `tool_bad_arguments`, `tool_cut_off`, and "
+        "`tool_errors` that a tool raised.",
     ),
     Metric(
         "environment/retries",

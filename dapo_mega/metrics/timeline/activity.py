@@ -41,15 +41,16 @@ class Activity:
     @contextmanager
     def scoring(self, num_responses: int) -> Iterator[None]:
         """In the block so many responses are scored."""
-        self._count_scored(num_responses)
+
+        def count(by: int) -> None:
+            with self._lock:  # Times must not fall.
+                self._scoring.change(self.clock(), by)
+
+        count(num_responses)
         try:
             yield
         finally:
-            self._count_scored(-num_responses)
-
-    def _count_scored(self, by: int) -> None:
-        with self._lock:  # Times must not fall.
-            self._scoring.change(self.clock(), by)
+            count(-num_responses)
 
     def pop(self, step: int, engines: Mapping[str, Sequence[Load]]) -> StepTimeline:
         """What was done since the last call, as belonging to `step`; `engines` as `RolloutFleet.pop_loads` gives

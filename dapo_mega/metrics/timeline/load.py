@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from dapo_mega.metrics.timeline.records import Load
 
 _MOST_SEGMENTS, _LEAST_SEGMENTS, _SEGMENTS_OF_ALL = 16, 4, 512
@@ -55,15 +53,11 @@ def _shortened(segments: list[Load], most: int) -> tuple[list[Load], float]:
         if len(segments) <= most:
             break
         resolution = share * (segments[-1].end - segments[0].start) / most
-        segments = _joined(segments, resolution)
+        joined: list[Load] = []
+        for segment in segments:
+            _append(joined, segment, resolution)
+        segments = joined
     return segments, resolution
-
-
-def _joined(segments: Iterable[Load], resolution: float) -> list[Load]:
-    joined: list[Load] = []
-    for segment in segments:
-        _append(joined, segment, resolution)
-    return joined
 
 
 def _append(segments: list[Load], new: Load, resolution: float) -> None:

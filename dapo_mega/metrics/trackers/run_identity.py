@@ -43,7 +43,6 @@ class LastStep:
         return step <= (self.late_step if is_late else self.step)
 
     def set(self, step: int, *, is_late: bool) -> None:
-        """Remember that the tracker has this record."""
         if is_late:
             self.late_step = step
         else:

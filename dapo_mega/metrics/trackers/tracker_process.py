@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import select
@@ -17,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -61,7 +63,7 @@ def main(backend: str) -> None:
         run = TrackedRun.from_line(first)
         _end_after_the_trainer(run)
         with _alone(Path(run.folder) / f"{backend}.lock"):
-            serve(lines, run, backend, OPENERS[backend], tell)
+            Service(run, backend, partial(open_run, backend), tell).serve(lines)
 
 
 @contextlib.contextmanager
@@ -73,27 +75,7 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def serve(
-    lines: Iterable[bytes],
-    run: TrackedRun,
-    backend: str,
-    open_run: Callable[[TrackedRun], Tracker],
-    tell: Callable[..., None],
-) -> None:
-    """Open the run, give all records to the tracker, and finish the run. Nothing that the tracker raises gets out."""
-    service = _Service(run, backend, open_run, tell)
-    service.open()
-    is_finished = False
-    for line in lines:
-        message = json.loads(line)
-        if "end" in message:
-            is_finished = message["end"] == "finished"
-            break
-        service.take(Record.from_line(line))
-    service.finish(is_finished=is_finished)
-
-
-class _Service:
+class Service:
     """Where a tracker fails, it is tried again with the next record; opening it at most once a minute. Records that it
     does not take are lost, and the log says how many."""
 
@@ -109,7 +91,24 @@ class _Service:
         self._num_lost = 0
         self._has_told = False
 
-    def open(self) -> None:
+    def serve(self, lines: Iterable[bytes]) -> None:
+        """Open the run, give all records to the tracker, and finish the run. Nothing that the tracker raises gets
+        out."""
+        self._open()
+        is_finished = False
+        for line in lines:
+            message = json.loads(line)
+            if "end" in message:
+                is_finished = message["end"] == "finished"
+                break
+            self._take(Record.from_line(line))
+        if self._num_lost:
+            print(f"records that this tracker did not take: {self._num_lost}", file=sys.stderr)
+        if self._tracker is not None:
+            with self._failures_told():
+                self._tracker.finish(is_finished=is_finished)
+
+    def _open(self) -> None:
         """Open the run, unless that has failed less than a minute ago."""
         if time.monotonic() < self._next_attempt:
             return
@@ -119,27 +118,19 @@ class _Service:
                 self._tell(url=self._tracker.url)
         self._next_attempt = time.monotonic() + _SECONDS_BETWEEN_ATTEMPTS
 
-    def take(self, record: Record) -> None:
+    def _take(self, record: Record) -> None:
         """Give the tracker a record, unless it has one of this step or a later one: a resumed run computes again what
         it lost, and trackers cannot take a step back."""
         if self._last.has(record.step, is_late=record.is_late):
             return
         if self._tracker is None:
-            self.open()
+            self._open()
         self._num_lost += 1
         if self._tracker is not None:
             with self._failures_told():
                 self._tracker.log(record)
                 self._last.set(record.step, is_late=record.is_late)
                 self._num_lost -= 1
-
-    def finish(self, *, is_finished: bool) -> None:
-        """Finish the run, if it could be opened."""
-        if self._num_lost:
-            print(f"records that this tracker did not take: {self._num_lost}", file=sys.stderr)
-        if self._tracker is not None:
-            with self._failures_told():
-                self._tracker.finish(is_finished=is_finished)
 
     @contextlib.contextmanager
     def _failures_told(self) -> Iterator[None]:
@@ -184,27 +175,8 @@ def _end_after_the_trainer(run: TrackedRun) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _open_wandb(run: TrackedRun) -> Tracker:
-    from dapo_mega.metrics.trackers.wandb_run import WandbRun
-
-    return WandbRun(run)
-
-
-def _open_mlflow(run: TrackedRun) -> Tracker:
-    from dapo_mega.metrics.trackers.mlflow_run import MlflowRun
-
-    return MlflowRun(run)
-
-
-def _open_trackio(run: TrackedRun) -> Tracker:
-    from dapo_mega.metrics.trackers.trackio_run import TrackioRun
-
-    return TrackioRun(run)
-
-
-OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
-    "wandb": _open_wandb,
-    "mlflow": _open_mlflow,
-    "trackio": _open_trackio,
-}
-"""How a run is opened in each tracker."""
+def open_run(backend: str, run: TrackedRun) -> Tracker:
+    """Open the run in its tracker, whose package no other process imports."""
+    module = importlib.import_module(f"dapo_mega.metrics.trackers.{backend}_run")
+    tracker: Tracker = getattr(module, f"{backend.capitalize()}Run")(run)
+    return tracker

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import wandb
 
-from dapo_mega.metrics.histogram import Histogram
-from dapo_mega.metrics.run_text import EXAMPLES_TAG, Example, shortened
+from dapo_mega.metrics.run_text import EXAMPLES_TAG, shortened
 from dapo_mega.metrics.trackers.records import Record, TrackedRun
 
 _LATE_STEP = "evaluation_step"
@@ -39,9 +38,15 @@ class WandbRun:
 
     def log(self, record: Record) -> None:
         values: dict[str, Any] = dict(record.metrics)
-        values.update({name: _histogram(histogram) for name, histogram in record.histograms.items()})
+        for name, histogram in record.histograms.items():
+            values[name] = wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges())))
         if record.examples:
-            values[EXAMPLES_TAG] = _table(record.examples)
+            columns = ["prompt", "response", "correct", "answer", "ground truth"]
+            rows = [
+                [shortened(e.prompt), shortened(e.response), e.is_correct, e.answer, e.ground_truth]
+                for e in record.examples
+            ]
+            values[EXAMPLES_TAG] = wandb.Table(columns=columns, data=rows)
         if record.is_late:
             self._run.define_metric("evaluation/*", step_metric=_LATE_STEP)
             # Without commit, as the next step may be the one that a resumed run stands at.
@@ -51,13 +56,3 @@ class WandbRun:
 
     def finish(self, *, is_finished: bool) -> None:
         self._run.finish(exit_code=0 if is_finished else 1)
-
-
-def _histogram(histogram: Histogram) -> Any:
-    return wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges())))
-
-
-def _table(examples: tuple[Example, ...]) -> Any:
-    columns = ["prompt", "response", "correct", "answer", "ground truth"]
-    rows = [[shortened(e.prompt), shortened(e.response), e.is_correct, e.answer, e.ground_truth] for e in examples]
-    return wandb.Table(columns=columns, data=rows)

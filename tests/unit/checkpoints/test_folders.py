@@ -38,7 +38,7 @@ def test_an_unfinished_checkpoint_is_never_the_newest_and_goes_later(tmp_path):
     folders = CheckpointFolders(tmp_path, keep_last=2, keep_every=None)
     write(folders, 1)
     folders.begin(2)
-    assert folders.newest().name == "step_00000001"
+    assert folders.latest().name == "step_00000001"
     assert not folders.skipped()
     write(folders, 3)
     assert names(folders) == ["latest", "step_00000001", "step_00000003"]
@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_is_skipped_by_name_and_reason(tmp_path, problem):
     folders = CheckpointFolders(tmp_path, keep_last=3, keep_every=None)
     write(folders, 2, 4, 6)
     DAMAGES[problem](tmp_path / "step_00000006")
-    assert folders.newest().name == "step_00000004"
+    assert folders.latest().name == "step_00000004"
     (sentence,) = folders.skipped()
     assert "step_00000006" in sentence
     assert problem.strip() in sentence
@@ -81,7 +81,7 @@ def test_changed_bytes_are_found_by_checksum(tmp_path):
     write(folders, 2)
     file = tmp_path / "step_00000002" / "__0_0.distcp"
     file.write_bytes(b"x" * 50 + b"y" + b"x" * 49)
-    assert folders.newest().name == "step_00000002"
+    assert folders.latest().name == "step_00000002"
     names = list(read_manifest(file.parent))
     assert "__0_0.distcp has a wrong checksum" in find_changed_bytes(file.parent, names)
     assert find_changed_bytes(file.parent, ["loop.json"]) is None
@@ -95,7 +95,7 @@ def test_a_checkpoint_without_checksums_counts_as_it_did(tmp_path):
     folder = tmp_path / "step_00000002"
     sizes = {name: record.size for name, record in read_manifest(folder).items()}
     (folder / "manifest.json").write_text(json.dumps(sizes, indent=1))
-    assert folders.newest() == folder
+    assert folders.latest() == folder
     assert find_changed_bytes(folder, list(sizes)) is None
 
 
@@ -124,9 +124,9 @@ def test_what_stands_in_the_way_is_replaced(tmp_path, name):
         (tmp_path / name).mkdir()
     else:
         (tmp_path / name).write_text("a file")
-    assert folders.newest().name == "step_00000002"
+    assert folders.latest().name == "step_00000002"
     write(folders, 4)
-    assert folders.newest().name == "step_00000004"
+    assert folders.latest().name == "step_00000004"
     assert (tmp_path / "latest").read_text() == "step_00000004"
 
 
@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path):
     write(folders, 2, 4)
     DAMAGES["loop.json is missing"](tmp_path / "step_00000004")
     write(folders, 4)
-    assert folders.newest().name == "step_00000004"
+    assert folders.latest().name == "step_00000004"
     assert not folders.skipped()
 
 
@@ -153,7 +153,7 @@ def test_the_newest_is_taken_where_latest_names_a_missing_folder(tmp_path):
     folders = CheckpointFolders(tmp_path, keep_last=2, keep_every=None)
     write(folders, 2, 4)
     (tmp_path / "step_00000004").rename(tmp_path / "elsewhere")
-    assert folders.newest().name == "step_00000002"
+    assert folders.latest().name == "step_00000002"
     (sentence,) = folders.skipped()
     assert "latest names step_00000004, which does not exist" in sentence
 
@@ -187,12 +187,12 @@ def test_a_crash_at_any_moment_leaves_a_complete_checkpoint(tmp_path, monkeypatc
         machine.setattr(shutil, "rmtree", crashing(shutil.rmtree))
         with pytest.raises(InterruptedError):
             folders.complete(2)
-    assert folders.newest().name == newest
+    assert folders.latest().name == newest
     write(folders, 3)
     assert names(folders) == ["latest", "step_00000003"]
 
 
 def test_without_any_checkpoint_there_is_no_newest(tmp_path):
     folders = CheckpointFolders(tmp_path / "none", keep_last=2, keep_every=None)
-    assert folders.newest() is None
+    assert folders.latest() is None
     assert not folders.skipped()

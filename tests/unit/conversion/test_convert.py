@@ -219,7 +219,7 @@ def test_files_have_the_permissions_of_new_files(tmp_path, umask):
 def test_a_target_that_is_a_dangling_link_is_refused_before_the_work(tmp_path, monkeypatch):
     model = make_model(tmp_path / "model", tied=True, num_layers=2)
     (tmp_path / "target").symlink_to("gone")
-    monkeypatch.setattr(resumable_folder, "_write_files", lambda *_: pytest.fail("worked"))
+    monkeypatch.setattr(resumable_folder._Writers, "write", lambda *_: pytest.fail("worked"))
     with pytest.raises(InputError, match=r"target is a link to a folder that does not exist"):
         to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "target"}

@@ -14,7 +14,6 @@ import pytest
 
 from dapo_mega.config import RunConfig, SftConfig
 from dapo_mega.config.paths import sections_in
-from dapo_mega.metrics import names
 from dapo_mega.metrics.catalogue import CATALOGUE, PREFIXES, describe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,7 +54,7 @@ def texts(node, loops):
     """The strings that an expression can be. What is known only at run time is <>."""
     match node:
         case ast.Name(id=name):
-            return [vars(names)[name]] if name in vars(names) else loops.get(name, ["<>"])
+            return loops.get(name, ["<>"])
         case ast.Constant(value=str(value)):
             return [value]
         case ast.FormattedValue(value=value):

@@ -23,7 +23,7 @@ from dapo_mega.metrics.trackers import (
     run_id_in,
 )
 from dapo_mega.metrics.trackers.records import end_line
-from dapo_mega.metrics.trackers.tracker_process import serve
+from dapo_mega.metrics.trackers.tracker_process import Service
 
 ROOT = str(Path(__file__).resolve().parents[3])
 RECORDER = f"""
@@ -44,7 +44,7 @@ class Recorder:
     def finish(self, *, is_finished):
         self.note("finished" if is_finished else "stopped")
 
-tracker_process.OPENERS["recorder"] = Recorder
+tracker_process.open_run = lambda backend, run: Recorder(run)
 tracker_process.main("recorder")
 """
 
@@ -192,7 +192,7 @@ class Fake:
 def serve_steps(folder, fake, steps, *, run_id="a1", end=True):
     told = []
     lines = [Record(step, {}).to_line() for step in steps] + ([end_line(is_finished=True)] if end else [])
-    serve(lines, tracked_run(folder, id=run_id), "fake", fake, lambda **event: told.append(event))
+    Service(tracked_run(folder, id=run_id), "fake", fake, lambda **event: told.append(event)).serve(lines)
     return told
 
 
@@ -215,7 +215,8 @@ def test_what_became_known_later_is_sent_once_for_each_step(tmp_path):
         (first, [(0, False), (1, False), (0, True), (2, False)]),
         (second, [(1, False), (0, True), (2, False), (1, True), (3, False), (3, True)]),
     ):
-        serve(lines(*records), tracked_run(tmp_path), "fake", lambda run, fake=fake: fake, lambda **event: None)
+        service = Service(tracked_run(tmp_path), "fake", lambda run, fake=fake: fake, lambda **event: None)
+        service.serve(lines(*records))
     assert first.got == [0, 1, 0, 2, "stopped"]
     assert second.got == [1, 3, 3, "stopped"]
 
