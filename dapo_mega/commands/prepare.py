@@ -2,6 +2,7 @@
 
 dapo-mega prepare arithmetic --output data/arithmetic --num-train 2000 --num-eval 200
 dapo-mega prepare init-model --output models/tiny --tokenizer character --hidden-size 128
+dapo-mega prepare general-points --output data/points --num-train 1000 --num-eval 234
 dapo-mega prepare inspect data/arithmetic/train.parquet
 dapo-mega prepare dataset data/mine.jsonl --output data/prepared
 
@@ -20,13 +21,14 @@ from typing import Any
 from dapo_mega.cli import quiet_libraries
 from dapo_mega.commands._prepare_dataset import add_dataset, with_late_inputs
 from dapo_mega.commands._prepare_difficulty import add_difficulty
+from dapo_mega.commands._prepare_points import add_points
 from dapo_mega.commands._prepare_transform import add_transform
 from dapo_mega.config import DatasetConfig
 from dapo_mega.config.base import flat
 from dapo_mega.data.arithmetic import ALPHABET, DEFAULT_SHARES, OPERATORS, QUALITIES, ArithmeticTask
 from dapo_mega.data.readers import read_rows
 from dapo_mega.data.templates import TEMPLATES, render_prompt
-from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer
+from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer, load_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.preparation.folders import prepare_folder
 from dapo_mega.preparation.tables import demonstration_table, problem_table
@@ -80,7 +82,11 @@ def prepare_arithmetic(options: argparse.Namespace) -> None:
 def init_model(options: argparse.Namespace) -> None:
     """Write a Qwen2 checkpoint with random float32 weights, its tokenizer and its generation settings."""
     _check_sizes(options)
-    tokenizer = build_byte_tokenizer() if options.tokenizer == "byte" else build_character_tokenizer(ALPHABET)
+    tokenizer: Any
+    if options.tokenizer in ("character", "byte"):
+        tokenizer = build_byte_tokenizer() if options.tokenizer == "byte" else build_character_tokenizer(ALPHABET)
+    else:
+        tokenizer = load_tokenizer(options.tokenizer)
 
     def write(folder: Path) -> None:
         import torch
@@ -165,6 +171,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Prepare a run's inputs: data, tokenizer, model.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_arithmetic(commands.add_parser("arithmetic", help="problems, held-out problems, demonstrations, tokenizer"))
+    points = commands.add_parser("general-points", help="deals of GeneralPoints, in and out of distribution")
+    _add_output(points)
+    add_points(points)
     add_dataset(
         commands.add_parser("dataset", help="training data without duplicates, contamination and unusable rows")
     )
@@ -200,7 +209,9 @@ def _add_arithmetic(command: argparse.ArgumentParser) -> None:
 
 def _add_init_model(command: argparse.ArgumentParser) -> None:
     _add_output(command)
-    command.add_argument("--tokenizer", choices=("character", "byte"), default="character")
+    command.add_argument(
+        "--tokenizer", default="character", help="character (of arithmetic), byte, or a folder (default: %(default)s)"
+    )
     command.add_argument("--hidden-size", type=int, default=128)
     command.add_argument("--layers", type=int, default=4)
     command.add_argument("--heads", type=int, default=4)
