@@ -168,8 +168,9 @@ def check_names(commands):
         assert command in COMMANDS, command
 
 
-def test_the_guarantees_name_tests_that_exist():
-    page, absent = (PROJECT / "dapo_mega" / "guarantees.md").read_text(), []
+@pytest.mark.parametrize("name", ["guarantees.md", "environments/faults_elsewhere.md"])
+def test_promises_name_tests_that_exist(name):
+    page, absent = (PROJECT / "dapo_mega" / name).read_text(), []
     file = ""
     for path, name in re.findall(r"`(\w+/[\w/]+\.py)?(?:::(\w+))?`", page):
         file = path or file
