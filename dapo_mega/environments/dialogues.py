@@ -32,6 +32,7 @@ _ANSWER: Final = "answer-to-find"
 _MARK: Final = "<|shown-"
 _CONTENT: Final = _MARK + '"\\\n&é-{}|>'  # What a template escapes or takes apart is not found again.
 CALLED: Final = {"role": "tool", "tool_call_id": "call00000", "name": "a_tool", "content": "result"}
+_TAGS: Final = (*ENDS, *ENDS.values())
 _ARGUMENTS: Final = {"key": ["value", 1]}
 _MENDED: Final = "use another template, or dialogue: renderers"
 
@@ -62,7 +63,7 @@ class BareText(Dialogue):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Messages = ()) -> None:
         self.tools = tools
         self._tokenizer = tokenizer
-        self._decode = decoder(tokenizer)
+        self._decode = decoder(tokenizer, _TAGS)
 
     def opening(self, row_messages: Messages, messages: Messages) -> list[int]:
         text = render_messages(messages)
@@ -89,7 +90,7 @@ class TemplateDialogue(Dialogue):
         self.tools = tools
         self._tokenizer = tokenizer
         asked = render_messages([USER], tokenizer, tools, add_generation_prompt=False)
-        self._decode = decoder(tokenizer, [*ENDS, *ENDS.values()])
+        self._decode = decoder(tokenizer, _TAGS)
         self._encoder = InertEncoder(tokenizer)
         stops = stop_tokens(Path(str(tokenizer.name_or_path)), tokenizer)
         self._stops = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in stops}
