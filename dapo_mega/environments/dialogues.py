@@ -103,8 +103,9 @@ class TemplateDialogue(Dialogue):
             try:
                 self._pieces(history, messages)
             except InputError as error:
+                mended = _MENDED + (", or keep thinking out" if "thinking" in kind else "")
                 raise InputError(
-                    f"the chat template of {tokenizer.name_or_path} cannot be continued with {kind}: {error}; {_MENDED}"
+                    f"the chat template of {tokenizer.name_or_path} cannot be continued with {kind}: {error}; {mended}"
                 ) from error
 
     def opening(self, row_messages: Messages, messages: Messages) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ from dapo_mega.config import ColumnsConfig, DataConfig, DatasetConfig
 from dapo_mega.data.prompts import (
     PromptDataset,
     check_dataset,
+    first_rows,
     load_demonstrations,
     load_evaluation_prompts,
     load_prompts,
     load_training_prompts,
 )
 from dapo_mega.data.readers import read_rows
-from dapo_mega.data.templates import render
+from dapo_mega.data.templates import render, render_messages
 from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer, load_tokenizer, num_embeddings
 from dapo_mega.errors import InputError
 from dapo_mega.rollout.group_state import dataset_fingerprint
@@ -144,6 +146,19 @@ def test_the_chat_template_is_applied_once_with_its_own_special_tokens(tmp_path:
     (prompt,) = load_prompts(config, tokenizer, 100).prompts
     assert prompt.text == "[user] Q: 1+1?\n[assistant]"
     assert tokenizer.decode(prompt.token_ids) == prompt.text
+
+
+def test_prompts_of_an_environment_show_its_tools_and_do_not_open_the_answer(tmp_path: Path) -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = "{{ tools[0].name }}{{ messages[0].content }}{% if add_generation_prompt %}<go>{% endif %}"
+    config = _dataset(tmp_path, [{"prompt": "1+1?", "answer": 2}], chat_template=True)
+    render_with_tools = partial(render_messages, tools=[{"name": "add"}], add_generation_prompt=False)
+    data = DataConfig(train=config, evaluation=config, max_prompt_tokens=100)
+    loaded = load_training_prompts(data, tokenizer, render_with_tools).prompts
+    loaded += load_evaluation_prompts(data, tokenizer, render_with_tools).prompts
+    assert [prompt.text for prompt in loaded] == ["add1+1?"] * 2
+    assert [row.text for row in first_rows(config, tokenizer, 1, render=render_with_tools)] == ["add1+1?"]
+    assert load_prompts(config, tokenizer, 100).prompts[0].text == "1+1?<go>"
 
 
 def test_a_long_prompt_is_refused_with_its_length_or_dropped_and_counted(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_mega.data.templates import TEMPLATES, render, render_prompt
+from dapo_mega.data.templates import TEMPLATES, render, render_messages, render_prompt
 from dapo_mega.data.tokenizer import build_byte_tokenizer
 from dapo_mega.errors import InputError
 
@@ -71,6 +71,17 @@ def test_the_chat_template_gets_every_turn_and_opens_the_answer() -> None:
     text = render_prompt(CONVERSATION, "Q: {problem}", tokenizer)
     assert text == "<system>Be brief.<user>2+2?<assistant>4<user>Q: 3+3?<go>"
     assert render_prompt("2+2?", "as_is", tokenizer) == "<user>2+2?<go>"
+
+
+def test_tools_are_shown_or_refused_and_the_generation_prompt_may_be_left_out() -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = "{{ tools }}{{ messages[0].content }}{% if add_generation_prompt %}<go>{% endif %}"
+    messages, tools = [{"role": "user", "content": "2+2?"}], [{"type": "function", "function": {"name": "add"}}]
+    assert render_messages(messages, tokenizer, tools, add_generation_prompt=False) == f"{tools}2+2?"
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert render_messages(messages, None, tools) == "2+2?"
+    with pytest.raises(InputError, match="does not show tools"):
+        render_messages(messages, tokenizer, tools)
 
 
 def test_a_tokenizer_without_chat_template_is_refused() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers
 
 from dapo_mega.data.templates import render_messages
 from dapo_mega.data.tokenizer import build_byte_tokenizer
@@ -261,7 +262,7 @@ def test_what_was_thought_stays_where_the_template_would_strip_it():
         (
             chatml("{{ m.content.split('</think>')[-1] }}{{ '!' if '</think>' in m.content and before_last }}"),
             (),
-            "user after thinking.*changes the answer",
+            "user after thinking.*changes the answer.*or keep thinking out",
         ),
         (chatml(call="<function={{ c.function.name }}>"), TOOLS, "does not write calls as JSON.*dialogue: renderers"),
     ],
@@ -305,6 +306,16 @@ def test_a_control_token_is_not_made_of_template_and_message_together():
     added = TemplateDialogue(tokenizer).extend([5], [6], [user("B<")])
     assert control_of(tokenizer, added) == tokenizer.convert_tokens_to_ids([END, START, END, START])
     assert "B<|im_end|>" in tokenizer.decode(added)
+
+
+def test_a_tokenizer_that_normalises_text_reads_no_control_token_out_of_other_spellings():
+    tokenizer = synthetic()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_tokens(AddedToken("<|odd|>", special=True, normalized=True), special_tokens=True)
+    added = TemplateDialogue(tokenizer).extend([5], [6], [user("B<|ODD|>")])
+    assert control_of(tokenizer, ids_of(tokenizer, "B<|ODD|>"))
+    assert control_of(tokenizer, added) == tokenizer.convert_tokens_to_ids([END, START, END, START])
+    assert "b<|odd|>" in tokenizer.decode(added)
 
 
 def test_bare_text_is_the_messages_and_controls_nothing():
