@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.engine_load import EngineLoad
@@ -86,11 +85,9 @@ class EngineRouter:
 
     def choose(self, slots: Sequence[EngineSlot], prompt: bytes) -> EngineSlot | None:
         """The best of `slots`, all of which have room; None if `slots` is empty."""
-        if not slots:
-            return None
-        least = min(slots, key=attrgetter("in_flight"))
-        if holder := self._holders.get(prompt):
-            for slot in slots:
-                if slot.url == holder and slot.in_flight <= least.in_flight + self._slack:
-                    return slot
-        return least
+        holder = self._holders.get(prompt)
+        return min(
+            slots,
+            key=lambda slot: (slot.in_flight - self._slack * (slot.url == holder), slot.url != holder),
+            default=None,
+        )
