@@ -98,7 +98,7 @@ def _print_divisions(
     divisions = divide(config, arch, options.total_gpus, assumptions, options.rounds)
     if options.simulate:
         assumed = _assumed(options, measured)
-        found = simulate_divisions(divisions, given, assumptions, assumed)
+        found = simulate_divisions(divisions, given, assumed)
         for line in simulated_division_lines(found, options.total_gpus, given, assumed):
             print_once(line)
         return

@@ -12,8 +12,8 @@ from dapo_mega.planning.divisions import Division, in_turns, machine_size, side_
 from dapo_mega.planning.estimate import Assumptions
 from dapo_mega.planning.report import seconds
 from dapo_mega.simulation.divisions import slower_side_s
-from dapo_mega.simulation.run import SimulatedRun, Workload
-from dapo_mega.simulation.schedules import Assumed, costs_of, simulated
+from dapo_mega.simulation.run import SimulatedRun
+from dapo_mega.simulation.schedules import Assumed, simulated
 
 if TYPE_CHECKING:
     from dapo_mega.models import Architecture
@@ -72,17 +72,16 @@ def scale(
     `algorithm.max_staleness` of the configuration or 1.
     """
     kept_share = assumed.kept_share if config.algorithm.dynamic_sampling else 1.0
-    workload = Workload(assumptions.mean_response, assumed.spread, kept_share)
     staleness = max(1, config.algorithm.max_staleness)
     for num_gpus in sizes:
         num_rounds = max(1.0, config.batch.groups_per_step / kept_share / config.generation_groups)
         turns = in_turns(config, arch, num_gpus, assumptions, num_rounds)
         best = min(turns, key=lambda division: division.seconds, default=None)
-        yield _point(num_gpus, FORMS[0], best, ("synchronous", 1), workload, assumed)
+        yield _point(num_gpus, FORMS[0], best, ("synchronous", 1), assumed)
         trainers = _trainer_sizes(num_gpus, assumptions)
         split = side_by_side(config, arch, num_gpus, assumptions, num_rounds, trainers)
-        best = min(split, key=lambda division: slower_side_s(division, kept_share), default=None)
-        yield _point(num_gpus, FORMS[1], best, ("asynchronous", staleness), workload, assumed)
+        best = min(split, key=lambda division: slower_side_s(division, assumed), default=None)
+        yield _point(num_gpus, FORMS[1], best, ("asynchronous", staleness), assumed)
 
 
 def scaling_lines(points: Sequence[ScalingPoint], config: RunConfig) -> Iterator[str]:
@@ -120,18 +119,9 @@ def _cells(point: ScalingPoint, best: float) -> str:
 
 
 def _point(
-    num_gpus: int,
-    form: str,
-    division: Division | None,
-    schedule: tuple[str, int],
-    workload: Workload,
-    assumed: Assumed,
+    num_gpus: int, form: str, division: Division | None, schedule: tuple[str, int], assumed: Assumed
 ) -> ScalingPoint:
-    if division is None:
-        return ScalingPoint(num_gpus, form, None, None)
-    costs = costs_of(division.plan, assumed)
-    run = simulated(division.plan.workload.config, schedule, workload, costs, assumed.num_steps)
-    return ScalingPoint(num_gpus, form, division, run)
+    return ScalingPoint(num_gpus, form, division, simulated(division.plan, schedule, assumed) if division else None)
 
 
 def _trainer_sizes(num_gpus: int, assumptions: Assumptions) -> list[int]:
