@@ -6,13 +6,13 @@ import time
 from collections.abc import Mapping
 
 from dapo_mega.config import FleetConfig
-from dapo_mega.engines.sglang.health import EngineHealth
+from dapo_mega.engines.sglang.health import Watch
 from dapo_mega.engines.sglang.membership import PRESENT, Member
 
 _START = "start engines with launch/serve_rollouts.py"
 
 
-def describe_absences(members: Mapping[str, Member], health: Mapping[str, EngineHealth]) -> str:
+def describe_absences(members: Mapping[str, Member], health: Mapping[str, Watch]) -> str:
     """All engines that cannot be used now, each with its state."""
     missing = [
         f"{url} since {_clock(member.missing_since)}: {_state(member, health[url])}"
@@ -22,7 +22,7 @@ def describe_absences(members: Mapping[str, Member], health: Mapping[str, Engine
     return "; ".join(missing) or ("no others are known" if members else "none is known")
 
 
-def advise(members: Mapping[str, Member], health: Mapping[str, EngineHealth], fleet: FleetConfig) -> str:
+def advise(members: Mapping[str, Member], health: Mapping[str, Watch], fleet: FleetConfig) -> str:
     """What the user can do to get the missing engines."""
     states = {health[url].state for url, member in members.items() if member.state not in PRESENT}
     advice = []
@@ -42,7 +42,7 @@ def advise(members: Mapping[str, Member], health: Mapping[str, EngineHealth], fl
     return "; ".join(advice) or "wait until they have started"
 
 
-def _state(member: Member, health: EngineHealth) -> str:
+def _state(member: Member, health: Watch) -> str:
     if member.state == "refused":
         return f"refused, {member.reason}"
     match health.state:

@@ -221,7 +221,7 @@ class FleetClient(RolloutFleet):
             waited,
             self._fleet.wait_limit_s,
             self._absences(),
-            self.call(lambda: advise(self._members, self._monitor.engines(), self._fleet)),
+            self.call(lambda: advise(self._members, self._monitor.watches, self._fleet)),
         )
 
     def _raise_on_conflict(self) -> None:
@@ -238,7 +238,7 @@ class FleetClient(RolloutFleet):
             raise FleetError(f"no engine fits the run: {'; '.join(refused)}")
 
     def _absences(self) -> str:
-        return self.call(lambda: describe_absences(self._members, self._monitor.engines()))
+        return self.call(lambda: describe_absences(self._members, self._monitor.watches))
 
     def start_call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float

@@ -279,7 +279,7 @@ class Membership:
             if self._registry:
                 self._apply_registrations(self._registry.poll())
                 self._registry.report_hung(self._hung_for_long())
-            for url, health in self.monitor.engines().items():
+            for url, health in self.monitor.watches.items():
                 if health.state == "healthy" and self.members[url].state == "away":
                     self._start_join(url)
             await asyncio.sleep(min(self._fleet.heartbeat_s, _UPKEEP_S))
@@ -288,7 +288,7 @@ class Membership:
         """Instances hung for longer than one call of an update may take: they do not recover by themselves."""
         return [
             self.members[url].instance
-            for url, health in self.monitor.engines().items()
+            for url, health in self.monitor.watches.items()
             if health.state == "hung" and health.state_s > self._config.weight_sync.timeout_s
         ]
 
