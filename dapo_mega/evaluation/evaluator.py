@@ -14,7 +14,7 @@ from dapo_mega.environments.base import SINGLE_TURN, Environment, Generate
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.measures import powers_of_two
 from dapo_mega.evaluation.statistics import pass_at_each_k
-from dapo_mega.evaluation.voting import Votes, count_votes, maj_at_k
+from dapo_mega.evaluation.voting import count_votes, maj_at_k
 from dapo_mega.metrics import Example
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rollout.asking import EVALUATION_IDS, Numbering, Rollout, roll_out
@@ -24,10 +24,6 @@ from dapo_mega.types import GenerationRequest, Prompt, SamplingParams, ScoredTra
 
 EvaluatedResponse = tuple[Prompt, Trajectory]
 """One that could not be scored is no `ScoredTrajectory`."""
-
-
-def _votes(scored: Sequence[ScoredTrajectory]) -> Votes:
-    return count_votes([response.answer for response in scored], [bool(response.correct) for response in scored])
 
 
 def make_evaluator(
@@ -55,10 +51,6 @@ def make_evaluator(
         num_examples=config.tracking.samples_per_evaluation,
         environment=environment,
     )
-
-
-def _example(prompt: Prompt, scored: ScoredTrajectory) -> Example:
-    return Example(prompt.text, scored.text, prompt.ground_truth, scored.correct, scored.answer)
 
 
 class Evaluator:
@@ -90,9 +82,16 @@ class Evaluator:
         self._numbering = Numbering(EVALUATION_IDS, config.responses_per_prompt, seed, sampling)
 
     @property
-    def requests(self) -> list[GenerationRequest]:
+    def _asked(self) -> list[tuple[Prompt, GenerationRequest]]:
         """k requests per prompt, those of a prompt one after the other. Their seeds depend on the run's seed only."""
-        return [request for i, prompt in enumerate(self._prompts) for request in self._numbering.of(i, prompt)]
+        return [
+            (prompt, request) for i, prompt in enumerate(self._prompts) for request in self._numbering.of(i, prompt)
+        ]
+
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        """The requests of an evaluation, those of a prompt one after the other."""
+        return [request for _, request in self._asked]
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[EvaluatedResponse]:
         """Answers to any of `requests`, scored, with their prompts, in the order given."""
@@ -107,10 +106,7 @@ class Evaluator:
 
     async def roll_out(self, generate: Generate) -> list[Rollout]:
         """What came of `requests`, in their order."""
-        asked = [
-            (prompt, request) for i, prompt in enumerate(self._prompts) for request in self._numbering.of(i, prompt)
-        ]
-        return await roll_out(asked, generate, self._environment)
+        return await roll_out(self._asked, generate, self._environment)
 
     async def run(self, generate: Generate) -> dict[str, float]:
         """Ask all `requests`, and return the metrics, scored beside the event loop."""
@@ -144,7 +140,11 @@ class Evaluator:
         """Of prompts all over the data set, the same ones in every evaluation."""
         spacing = max(len(self._prompts) / max(self._num_examples, 1), 1.0)
         chosen = [int(i * spacing) for i in range(min(self._num_examples, len(self._prompts)))]
-        return [_example(self._prompts[i], by_prompt[i][0]) for i in chosen if by_prompt[i]]
+        return [
+            Example(prompt.text, responses[0].text, prompt.ground_truth, responses[0].correct, responses[0].answer)
+            for prompt, responses in ((self._prompts[i], by_prompt[i]) for i in chosen)
+            if responses
+        ]
 
     def pop_results(self) -> list[EvaluatedResponse]:
         """The responses of the last evaluation, in the order of requests; empty at a second call."""
@@ -181,13 +181,14 @@ class Evaluator:
             metrics[f"evaluation/part_{name}"] = float(np.mean(values))
         if any(response.correct is None for response in everything):
             return metrics
-        correct = [sum(bool(response.correct) for response in responses) for responses in by_prompt]
+        verdicts = [[bool(response.correct) for response in responses] for responses in by_prompt]
+        correct = list(map(sum, verdicts))
         sizes = [len(responses) for responses in by_prompt]
         metrics["evaluation/avg_at_k"] = float(np.mean([c / n for c, n in zip(correct, sizes, strict=True)]))
         if self._scorer.reads_answers:
-            metrics["evaluation/maj_at_k"] = float(
-                np.mean([maj_at_k(_votes(found), len(found)) for found in by_prompt])
-            )
+            answers = [[response.answer for response in responses] for responses in by_prompt]
+            votes = map(count_votes, answers, verdicts)
+            metrics["evaluation/maj_at_k"] = float(np.mean(list(map(maj_at_k, votes, sizes))))
         metrics["evaluation/pass_at_k"] = float(np.mean([c > 0 for c in correct]))
         curve = pass_at_each_k(sizes, correct, min(sizes)).mean(axis=1)
         for k in powers_of_two(min(sizes))[1:-1]:

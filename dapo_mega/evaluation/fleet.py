@@ -78,19 +78,16 @@ class FleetSampler(FleetClient, Sampler):
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """See `RolloutFleet`. Raises FleetError when no engine that serves the model can be reached."""
         with closing(work):
-            self._gather_engines()
+            # The first engine would get all requests.
+            while self.has_absent() and time.monotonic() < self._gather_until:
+                self.tend()
+                time.sleep(_TICK_S)
             return super().run(work)
 
     def close(self) -> None:
         """See `FleetClient`. Ends the engines that were started for it."""
         super().close()
         self._close_engines()
-
-    def _gather_engines(self) -> None:
-        """Wait a little for all engines: the first one would get all requests."""
-        while self.has_absent() and time.monotonic() < self._gather_until:
-            self.tend()
-            time.sleep(_TICK_S)
 
     def _admit(self) -> None:
         """Use the engines that have joined, if they serve the model."""
@@ -106,7 +103,12 @@ class FleetSampler(FleetClient, Sampler):
             if isinstance(found, EngineError):
                 self.failed(url, f"it did not score a sequence: {found.reason}")
             elif not (difference := mean_difference(found, self._expected)) <= self._tolerance:
-                self.disagrees(url, _other_model(difference, self._tolerance))
+                self.disagrees(
+                    url,
+                    "it serves another model than the one that is asked for: log-probs of a fixed sequence are "
+                    f"{difference:.4g} nats away on average, and at most {self._tolerance:g} are allowed; start it "
+                    "with that model's checkpoint",
+                )
             else:
                 logger.info("engine %s serves the model: log-probs agree to %.2g nats on average", url, difference)
                 self.synced(url, _VERSION)
@@ -140,10 +142,3 @@ def _expected_logprobs(model: Path, dtype: str, token_ids: TokenIds) -> LogProbs
     tokens = torch.from_numpy(token_ids.astype(np.int64))[None]
     logprobs = loaded(tokens).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, tokens[0, 1:, None])[:, 0].numpy()
-
-
-def _other_model(difference: float, tolerance: float) -> str:
-    return (
-        f"it serves another model than the one that is asked for: log-probs of a fixed sequence are {difference:.4g} "
-        f"nats away on average, and at most {tolerance:g} are allowed; start it with that model's checkpoint"
-    )
