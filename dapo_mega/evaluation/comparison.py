@@ -154,9 +154,18 @@ def _compare(
     problems, responses = aligned(name, evaluations, allowed)
     labels = [one.label for one in evaluations]
     sizes = {label: [problem.num_samples for problem in found] for label, found in zip(labels, responses, strict=True)}
-    responses = _equally_many(responses)
     ranges = {label: (min(counts), max(counts)) for label, counts in sizes.items()}
-    ks = _chosen_ks(name, given, {label: low for label, (low, _) in ranges.items()})
+    # From unequal numbers pass@k and maj@k are estimates of unequal spread, whose differences lean to one side even
+    # between equal models.
+    fewest = [min(found.num_samples for found in of_problem) for of_problem in zip(*responses, strict=True)]
+    responses = [[found.first(count) for found, count in zip(each, fewest, strict=True)] for each in responses]
+    scarcest = min(ranges, key=lambda label: ranges[label][0])
+    if given and max(given) > min(fewest):
+        raise InputError(
+            f"{name}: --k {max(given)} is more than {scarcest} has: {min(fewest)} scored responses to a problem; give "
+            f"at most {min(fewest)}"
+        )
+    ks = sorted(set(given)) if given else powers_of_two(min(fewest))
     if len({count for counts in sizes.values() for count in counts}) > 1:
         shown = ", ".join(f"{label} {in_words(*range_)}" for label, range_ in ranges.items())
         notes.append(
@@ -181,23 +190,6 @@ def _compare(
         if len(problems) > 1
         else "",
     )
-
-
-def _equally_many(responses: Sequence[Sequence[ProblemResponses]]) -> list[list[ProblemResponses]]:
-    """The first responses to each problem, as many as every model has. From unequal numbers pass@k and maj@k are
-    estimates of unequal spread, whose differences lean to one side even between equal models."""
-    fewest = [min(found.num_samples for found in of_problem) for of_problem in zip(*responses, strict=True)]
-    return [[found.first(count) for found, count in zip(of_model, fewest, strict=True)] for of_model in responses]
-
-
-def _chosen_ks(name: str, given: Sequence[int], fewest: dict[str, int]) -> list[int]:
-    label = min(fewest, key=lambda label: fewest[label])
-    if given and max(given) > fewest[label]:
-        raise InputError(
-            f"{name}: --k {max(given)} is more than {label} has: {fewest[label]} scored responses to a problem; give "
-            f"at most {fewest[label]}"
-        )
-    return sorted(set(given)) if given else powers_of_two(fewest[label])
 
 
 def in_words(low: int, high: int) -> str:

@@ -112,16 +112,14 @@ class FleetSampler(FleetClient, Sampler):
             else:
                 logger.info("engine %s serves the model: log-probs agree to %.2g nats on average", url, difference)
                 self.synced(url, _VERSION)
-                self._note_engine(url, str(named[url]))
-
-    def _note_engine(self, url: str, name: str) -> None:
-        self.engines = tuple(sorted({*self.engines, name}))
-        if not name.endswith(DETERMINISTIC):
-            logger.warning(
-                "engine %s draws by random numbers of its own: the same command gives other responses; start it with "
-                "--enable-deterministic-inference where that matters",
-                url,
-            )
+                name = str(named[url])
+                self.engines = tuple(sorted({*self.engines, name}))
+                if not name.endswith(DETERMINISTIC):
+                    logger.warning(
+                        "engine %s draws by random numbers of its own: the same command gives other responses; start "
+                        "it with --enable-deterministic-inference where that matters",
+                        url,
+                    )
 
     async def _name_weights(self, client: EngineClient) -> str:
         """Name the engine's weights; returns what the engine is."""

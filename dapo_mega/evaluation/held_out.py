@@ -11,7 +11,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.data import load_evaluation_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.errors import InputError
-from dapo_mega.evaluation.evaluator import make_evaluator
+from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.evaluation.sampling import EmbeddedSampler
 from dapo_mega.evaluation.settings import evaluation_settings
 from dapo_mega.rewards.build import make_reward
@@ -39,7 +39,7 @@ def evaluate_checkpoint(config: RunConfig, samples: Path | None = None) -> dict[
     with contextlib.closing(engine), contextlib.closing(make_reward(config, for_evaluation=True)) as reward:
         if config.reward.is_own:
             try_reward(reward, trial_record(prompts.prompts[0]))
-        evaluator = make_evaluator(config, prompts.prompts, reward, decoder(tokenizer), stop_tokens(path, tokenizer))
+        evaluator = Evaluator(config, prompts.prompts, reward, decoder(tokenizer), stop_tokens(path, tokenizer))
         metrics = engine.run(evaluator.run(engine.generate))
     if samples:
         account = {"settings": evaluation_settings(config)}

@@ -65,7 +65,16 @@ def load_evaluations(sources: Sequence[str]) -> list[SavedEvaluation]:
         labels = list(sources)
     if len(set(labels)) < len(labels):
         raise InputError(f"{sources[0]} is compared with itself; {_WHAT_TO_GIVE}")
-    return [SavedEvaluation(label, _read(files)) for label, (_, files) in zip(labels, found, strict=True)]
+    evaluations = []
+    for label, (_, files) in zip(labels, found, strict=True):
+        benchmarks: dict[str, SavedBenchmark] = {}
+        for file in files:
+            in_file = _read_file(file)
+            if again := in_file.keys() & benchmarks.keys():
+                raise InputError(f"{file} holds the benchmark {min(again)!r} again; give one of the folders alone")
+            benchmarks |= in_file
+        evaluations.append(SavedEvaluation(label, benchmarks))
+    return evaluations
 
 
 def _find(source: str) -> tuple[str, list[Path]]:
@@ -90,16 +99,6 @@ def _find(source: str) -> tuple[str, list[Path]]:
         raise InputError(f"{path} holds no evaluation after step {chosen}; there are {', '.join(map(str, steps))}")
     name = path.resolve().name
     return (name if len(steps) == 1 else f"{name}@{chosen}"), [file.path for file in found if file.step == chosen]
-
-
-def _read(files: Sequence[Path]) -> dict[str, SavedBenchmark]:
-    benchmarks: dict[str, SavedBenchmark] = {}
-    for file in files:
-        for name, benchmark in _read_file(file).items():
-            if name in benchmarks:
-                raise InputError(f"{file} holds the benchmark {name!r} again; give one of the folders alone")
-            benchmarks[name] = benchmark
-    return benchmarks
 
 
 def _read_file(path: Path) -> dict[str, SavedBenchmark]:
