@@ -9,7 +9,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.planning.divisions import Division
 from dapo_mega.planning.report import assumed_lines, seconds
 from dapo_mega.simulation.run import SimulatedRun
-from dapo_mega.simulation.schedules import Assumed, simulated
+from dapo_mega.simulation.schedules import Assumed, costs_of, simulated
 
 _NUM_IN_TURNS, _NUM_SPLIT = 2, 4
 
@@ -35,11 +35,11 @@ def simulate_divisions(divisions: Sequence[Division], config: RunConfig, assumed
     whose slower side is fastest, asynchronous."""
     in_turns = [division for division in divisions if division.plan.engine.is_colocated]
     split = [division for division in divisions if not division.plan.engine.is_colocated]
-    in_turns = sorted(in_turns, key=lambda division: division.seconds)[:_NUM_IN_TURNS]
-    split = sorted(split, key=lambda division: slower_side_s(division, assumed))[:_NUM_SPLIT]
+    in_turns.sort(key=lambda division: division.seconds)
+    split.sort(key=lambda division: slower_side_s(division, assumed))
     staleness = config.algorithm.max_staleness
-    chosen = [(division, ("synchronous", staleness)) for division in in_turns]
-    chosen += [(division, ("asynchronous", max(1, staleness))) for division in split]
+    chosen = [(division, ("synchronous", staleness)) for division in in_turns[:_NUM_IN_TURNS]]
+    chosen += [(division, ("asynchronous", max(1, staleness))) for division in split[:_NUM_SPLIT]]
     found = [
         SimulatedDivision(division, schedule, simulated(division.plan, schedule, assumed))
         for division, schedule in chosen
@@ -79,7 +79,6 @@ def simulated_division_lines(
 def slower_side_s(division: Division, assumed: Assumed) -> float:
     """Seconds of a step if trainer and engines never waited for each other and all places of engines were taken."""
     plan = division.plan
-    places = min(plan.generation.speed.places, plan.workload.config.rollout.fleet.requests_per_engine)
-    workload = assumed.workload(plan)
+    costs, workload = costs_of(plan, assumed), assumed.workload(plan)
     tokens = plan.workload.responses_per_step / workload.kept_share * workload.mean_length
-    return max(plan.time.total, tokens * plan.generation.speed.step_s(places) / (division.num_engines * places))
+    return max(plan.time.total, tokens / (division.num_engines * costs.speed.tokens_per_s))

@@ -253,7 +253,18 @@ class SimulatedEngines(RolloutEngine):
         _, request_id, work = heapq.heappop(engine.ends)
         self._leave(number)
         del self._open[request_id]
-        work.answer(_response(work))
+        if work.num_kept < work.length:
+            work.spans.append((work.version, work.length))
+        work.answer(
+            Response(
+                request_id=request_id,
+                token_ids=np.zeros(work.length, np.int32),
+                logprobs=np.zeros(work.length, np.float32),
+                finish_reason="stop",
+                weight_version=work.spans[0][0],
+                version_spans=tuple(work.spans),
+            )
+        )
         self._fruitless = 0
         self._start()
 
@@ -280,19 +291,3 @@ class SimulatedEngines(RolloutEngine):
         engine.clock = self.clock + seconds
         engine.away = engine.is_outdated = False
         self._room[number] = float(-engine.speed.places)
-
-
-def _response(work: _Work) -> Response:
-    """All tokens are 0."""
-    length = work.length
-    spans = tuple(work.spans)
-    if not spans or spans[-1][1] < length:
-        spans = (*spans, (work.version, length))
-    return Response(
-        request_id=work.request.request_id,
-        token_ids=np.zeros(length, np.int32),
-        logprobs=np.zeros(length, np.float32),
-        finish_reason="stop",
-        weight_version=spans[0][0],
-        version_spans=spans,
-    )

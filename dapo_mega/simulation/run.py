@@ -120,10 +120,9 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
             totals["pieces"] += round(metrics.get("rollout/tokens", 0.0))
             totals["expired"] += round(metrics["rollout/groups_expired_in_flight"])
             totals["offered"] += round(metrics["groups/offered"])
-            ages = [
-                (int(name.rpartition("_")[2]), share) for name, share in metrics.items() if "token_share_age" in name
-            ]
-            age += sum(steps * share for steps, share in ages)
+            age += sum(
+                int(name.rpartition("_")[2]) * share for name, share in metrics.items() if "token_share_age" in name
+            )
             with activity.span("trainer", "update"):
                 loop.drive(engines.train(costs.training_s))
             with activity.span("trainer", "weight_sync"):

@@ -77,11 +77,15 @@ def scale(
         num_rounds = max(1.0, config.batch.groups_per_step / kept_share / config.generation_groups)
         turns = in_turns(config, arch, num_gpus, assumptions, num_rounds)
         best = min(turns, key=lambda division: division.seconds, default=None)
-        yield _point(num_gpus, FORMS[0], best, ("synchronous", 1), assumed)
-        trainers = _trainer_sizes(num_gpus, assumptions)
-        split = side_by_side(config, arch, num_gpus, assumptions, num_rounds, trainers)
+        run = simulated(best.plan, ("synchronous", 1), assumed) if best else None
+        yield ScalingPoint(num_gpus, FORMS[0], best, run)
+        unit = machine_size(num_gpus, assumptions)
+        trainers = {max(1, round(num_gpus * share / unit)) * unit for share in _TRAINER_SHARES}
+        whole = sorted(size for size in trainers if size < num_gpus)
+        split = side_by_side(config, arch, num_gpus, assumptions, num_rounds, whole)
         best = min(split, key=lambda division: slower_side_s(division, assumed), default=None)
-        yield _point(num_gpus, FORMS[1], best, ("asynchronous", staleness), assumed)
+        run = simulated(best.plan, ("asynchronous", staleness), assumed) if best else None
+        yield ScalingPoint(num_gpus, FORMS[1], best, run)
 
 
 def scaling_lines(points: Sequence[ScalingPoint], config: RunConfig) -> Iterator[str]:
@@ -116,16 +120,3 @@ def _cells(point: ScalingPoint, best: float) -> str:
         f"pipeline {parallel.pipeline}, context {parallel.context}, data {placement.data_size}: "
         f"{seconds(plan.time.total)} s"
     )
-
-
-def _point(
-    num_gpus: int, form: str, division: Division | None, schedule: tuple[str, int], assumed: Assumed
-) -> ScalingPoint:
-    return ScalingPoint(num_gpus, form, division, simulated(division.plan, schedule, assumed) if division else None)
-
-
-def _trainer_sizes(num_gpus: int, assumptions: Assumptions) -> list[int]:
-    """Numbers of whole machines at about some shares of all."""
-    unit = machine_size(num_gpus, assumptions)
-    sizes = {max(1, round(num_gpus * share / unit)) * unit for share in _TRAINER_SHARES}
-    return sorted(size for size in sizes if size < num_gpus)

@@ -54,7 +54,7 @@ def simulated_lines(plan: Estimate, assumed: Assumed, timelines: Path | None = N
         )
     if not plan.engine_fits or not plan.generation.rows:
         raise InputError("--simulate needs engines that fit; the plan without it says what they lack")
-    costs, workload = _costs(plan, assumed), assumed.workload(plan)
+    costs, workload = costs_of(plan, assumed), assumed.workload(plan)
     fails = costs.failures_per_hour > 0
     about_failures = (
         f"; each engine fails {costs.failures_per_hour:g} times an hour (--engine-failures-per-hour) and answers again "
@@ -92,7 +92,7 @@ def simulated(plan: Estimate, schedule: tuple[str, int], assumed: Assumed) -> Si
     groups."""
     config, workload = plan.workload.config, assumed.workload(plan)
     try:
-        return simulate(_scheduled(config, *schedule), workload, _costs(plan, assumed), assumed.num_steps)
+        return simulate(_scheduled(config, *schedule), workload, costs_of(plan, assumed), assumed.num_steps)
     except StarvedError as error:
         raise InputError(
             f"algorithm.max_generation_rounds={config.algorithm.max_generation_rounds} rounds of "
@@ -101,7 +101,7 @@ def simulated(plan: Estimate, schedule: tuple[str, int], assumed: Assumed) -> Si
         ) from error
 
 
-def _costs(plan: Estimate, assumed: Assumed) -> Costs:
+def costs_of(plan: Estimate, assumed: Assumed) -> Costs:
     """What the plan's training, weights and engines cost. Its engines must fit."""
     places = min(plan.generation.speed.places, plan.workload.config.rollout.fleet.requests_per_engine)
     return Costs(
