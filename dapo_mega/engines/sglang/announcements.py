@@ -101,12 +101,12 @@ def verified_announcement(message: bytes, api_key: str) -> Announcement:
 
 def signed_reply(message: bytes, hung: Iterable[str], api_key: str) -> bytes:
     """The trainer's reply to the announcement `message`: all instances that have been hung for long."""
-    return _signed(_REPLY + _digest(message), json.dumps({"hung": sorted(hung)}).encode(), api_key)
+    return _signed(_REPLY + hashlib.sha256(message).digest(), json.dumps({"hung": sorted(hung)}).encode(), api_key)
 
 
 def verified_reply(message: bytes, reply: bytes, api_key: str) -> frozenset[str] | None:
     """The hung instances in a `signed_reply` to `message`; None if the signature is wrong."""
-    body = _verified(_REPLY + _digest(message), reply, api_key)
+    body = _verified(_REPLY + hashlib.sha256(message).digest(), reply, api_key)
     return None if body is None else frozenset(json.loads(body)["hung"])
 
 
@@ -119,7 +119,3 @@ def _verified(context: bytes, message: bytes, api_key: str) -> bytes | None:
     body = message[_DIGEST_BYTES:]
     expected = hmac.digest(api_key.encode(), context + body, "sha256")
     return body if hmac.compare_digest(message[:_DIGEST_BYTES], expected) else None
-
-
-def _digest(message: bytes) -> bytes:
-    return hashlib.sha256(message).digest()

@@ -168,7 +168,6 @@ class Dispatcher:
         self._start_calls()
 
     def engines(self) -> list[EngineSlot]:
-        """The engines in use, to be looked at."""
         return list(self._slots.values())
 
     # ---- requests ----
@@ -197,7 +196,6 @@ class Dispatcher:
         self._end(work, "cancelled")
 
     def fail_all(self, reason: str) -> None:
-        """End all requests."""
         for work in list(self.open.values()):
             self._interrupt(work)
             self._fail(work, reason)
@@ -277,7 +275,7 @@ class Dispatcher:
             del self._waiting[work]
             self._calls[work] = slot
             self._idle.clear()
-            self._router.assign(work.prompt, slot)
+            self._router.holders[work.prompt] = slot.url
             slot.change_calls(1, now)
             if not self._router.has_room(slot, now):
                 free.remove(slot)

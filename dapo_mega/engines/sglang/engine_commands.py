@@ -81,7 +81,6 @@ class Node:
     extra: tuple[str, ...] = ()
 
     def url(self, engine: int) -> str:
-        """The engine's base URL."""
         return f"http://{self.host}:{self.port + engine}"
 
 

@@ -138,7 +138,6 @@ class HealthMonitor:
         }
 
     async def close(self) -> None:
-        """Stop probing."""
         tasks = [task for watch in self.watches.values() for task in (watch.loop, watch.probe) if task]
         for task in tasks:
             task.cancel()
@@ -149,27 +148,22 @@ class HealthMonitor:
             await watch.probed.wait()
             watch.wanted.clear()
             started = time.monotonic()
-            watch.probe = self._loop.create_task(_probe(watch.client, watch.state, self._probe_timeout_s(watch)))
+            # The time until the engine's silence makes it hung; the full limit for an engine that is hung already.
+            limit_s = self._hung_after_s - watch.silence_s
+            limit_s = limit_s if limit_s > self._heartbeat_s else self._hung_after_s
+            watch.probe = self._loop.create_task(_probe(watch.client, watch.state, limit_s))
             await asyncio.wait([watch.probe])
             if watch.probed.is_set() and not watch.probe.cancelled():
                 await self._judge(watch, watch.probe.exception(), time.monotonic() - started)
             pause = _SECOND_LOOK_S if watch.failed_connections == 1 else self._heartbeat_s
-            await self._wait_for_wish(watch, started + pause - time.monotonic())
-
-    async def _wait_for_wish(self, watch: Watch, limit_s: float) -> None:
-        try:
-            async with asyncio.timeout(max(limit_s, min(_SECOND_LOOK_S, self._heartbeat_s))):
-                await watch.wanted.wait()
-        except TimeoutError:
-            pass
-
-    def _probe_timeout_s(self, watch: Watch) -> float:
-        """The time until the engine's silence makes it hung; the full limit for an engine that is hung already."""
-        remaining = watch.last_answer + self._hung_after_s - time.monotonic()
-        return remaining if remaining > self._heartbeat_s else self._hung_after_s
+            pause = max(started + pause - time.monotonic(), min(_SECOND_LOOK_S, self._heartbeat_s))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await watch.wanted.wait()
 
     async def _judge(self, watch: Watch, error: BaseException | None, seconds: float) -> None:
         is_gone = isinstance(error, EngineUnreachable | EngineDisconnected)
+        is_busy = isinstance(error, EngineRefused) and error.status == HTTPStatus.SERVICE_UNAVAILABLE
         watch.failed_connections = watch.failed_connections + 1 if is_gone else 0
         if error is None:
             watch.last_answer = time.monotonic()
@@ -179,7 +173,7 @@ class HealthMonitor:
         elif is_gone:
             if watch.failed_connections > 1:
                 await self._change(watch, "dead", str(error))
-        elif _is_unavailable(error) and watch.state in ("starting", "dead", "foreign"):
+        elif is_busy and watch.state in ("starting", "dead", "foreign"):
             await self._change(watch, "starting", "the server is loading")
         elif is_no_engine(error) or not isinstance(error, EngineError):
             await self._change(watch, "foreign", str(error))
@@ -195,10 +189,9 @@ class HealthMonitor:
             return f"it answers; which process it is cannot be told: {error}"
         if not known:
             return "it answers"
-        if watch.process == known:
-            return "it answers again, and is the same process"
-        watch.restarts += 1
-        return "it answers again, and is a new process"
+        is_new = watch.process != known
+        watch.restarts += is_new
+        return f"it answers again, and is {'a new' if is_new else 'the same'} process"
 
     async def _change(self, watch: Watch, new: State, reason: str) -> None:
         old, watch.state, watch.reason = watch.state, new, reason
@@ -214,7 +207,3 @@ async def _probe(client: EngineClient, state: State, timeout_s: float) -> None:
         with contextlib.suppress(EngineRefused):
             await client.resume(timeout_s)
     await client.probe(timeout_s)
-
-
-def _is_unavailable(error: BaseException) -> bool:
-    return isinstance(error, EngineRefused) and error.status == HTTPStatus.SERVICE_UNAVAILABLE

@@ -119,8 +119,8 @@ class Engine:
                 self._serve()
             elif time.monotonic() - self._started > self._options.start_limit_s:
                 self._handle_end(f"did not serve within {self._options.start_limit_s:g} s")
-        elif self._is_hung():
-            self._handle_end(f"answered no probe for {self._options.restart_hung_after_s:g} s")
+        elif (limit_s := self._options.restart_hung_after_s) and self._watch and self._watch.silence_s > limit_s:
+            self._handle_end(f"answered no probe for {limit_s:g} s")
 
     def ask_to_end(self) -> None:
         """Send SIGTERM to the engine, if it runs."""
@@ -184,10 +184,6 @@ class Engine:
         outlook = "is not restarted any more" if self.has_given_up else f"starts again in {back_off_s:g} s"
         print(f"engine {self.url} {what} and {outlook}; see {self.log}", flush=True)
 
-    def _is_hung(self) -> bool:
-        limit_s = self._options.restart_hung_after_s
-        return limit_s is not None and self._watch is not None and self._watch.silence_s > limit_s
-
     def _is_healthy(self) -> bool:
         return self._status_without_key("/health") == http.client.OK
 
@@ -230,7 +226,6 @@ class LocalEngines:
         self._options = options
 
     def serving(self) -> list[Registration]:
-        """The engines that serve now."""
         return [engine.registration for engine in self.engines if engine.registration is not None]
 
     def advance(self) -> None:
