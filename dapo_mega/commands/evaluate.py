@@ -231,7 +231,7 @@ def _engine(options: argparse.Namespace, model: Path, output: Path) -> tuple[str
             ),
         )
     node, serving = _node(options, model, dtype, output)
-    from dapo_mega.engines.sglang.local_engines import LocalEngines
+    from dapo_mega.engines.sglang.serving import LocalEngines
 
     def start(config: RunConfig, prompts: Sequence[Prompt]) -> FleetSampler:
         engines = LocalEngines(node, serving)
@@ -252,8 +252,7 @@ def _node(options: argparse.Namespace, model: Path, dtype: str, output: Path) ->
     """The engines that are started. Raises InputError where there is no SGLang, or too few GPUs."""
     import secrets
 
-    from dapo_mega.engines.sglang.engine_commands import Node, check_node, sglang_gpus, share_of_gpus
-    from dapo_mega.engines.sglang.local_engines import free_ports
+    from dapo_mega.engines.sglang.engine_commands import Node, check_node, free_ports, sglang_gpus, share_of_gpus
     from dapo_mega.engines.sglang.serving import ServingOptions
 
     python = options.python or Path(sys.executable)

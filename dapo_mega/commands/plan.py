@@ -92,7 +92,7 @@ def _division_lines(
     if not options.simulate:
         return division_lines(divisions, options.total_gpus, given, options.rounds)
     assumed = _assumed(options, measured)
-    found = simulate_divisions(divisions, given, assumptions, assumed)
+    found = simulate_divisions(divisions, given, assumed)
     return simulated_division_lines(found, options.total_gpus, given, assumed)
 
 

@@ -25,7 +25,7 @@ class LockstepLoop(asyncio.SelectorEventLoop):
         StopRequested; what it or `step` raises, `drive` raises."""
         self._step = step
         self._check_stop = check_stop
-        self._num_beside = 0
+        self._beside: set[asyncio.Future[Any]] = set()
         super().__init__(_Selector(self._when_all_wait))
 
     def time(self) -> float:
@@ -35,12 +35,9 @@ class LockstepLoop(asyncio.SelectorEventLoop):
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
         future = super().run_in_executor(executor, func, *args)
-        self._num_beside += 1
-        future.add_done_callback(self._one_less_beside)
+        self._beside.add(future)
+        future.add_done_callback(self._beside.discard)
         return future
-
-    def _one_less_beside(self, future: asyncio.Future[Any]) -> None:
-        self._num_beside -= 1
 
     def drive(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine to its end; it is cancelled when a step or the stop raises."""
@@ -62,13 +59,14 @@ class LockstepLoop(asyncio.SelectorEventLoop):
         tasks = asyncio.all_tasks(self)
         for task in tasks:
             task.cancel()
-        with outer_loop_set_aside():
-            self.run_until_complete(_ended(tasks))
+        if tasks:
+            with outer_loop_set_aside():
+                self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self.close()
 
     def _when_all_wait(self, timeout: float | None) -> float:
         """How long to wait for what runs beside the loop; `timeout` is the time until the next timer."""
-        if self._num_beside:
+        if self._beside:
             self._check_stop()
             return _POLL_S
         if not self._step():
@@ -86,7 +84,3 @@ class _Selector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         wait_s = 0.0 if timeout == 0 else self._when_all_wait(timeout)
         return super().select(wait_s) if wait_s else []
-
-
-async def _ended(tasks: set[asyncio.Task[Any]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -102,10 +102,6 @@ class Source:
     benchmark: Benchmark
     path: str
 
-    @property
-    def is_file(self) -> bool:
-        return Path(self.path).exists()
-
 
 def sources(chosen: Sequence[str], folder: Path | None = None) -> list[Source]:
     """The sources of benchmarks that are given as `name` or `name=FILE`, in the order of `BENCHMARKS`. Those without a
@@ -116,17 +112,16 @@ def sources(chosen: Sequence[str], folder: Path | None = None) -> list[Source]:
     for text in chosen:
         name, _, given = text.partition("=")
         file = str(Path(given).expanduser()) if given else ""
-        benchmark = _named(name)
+        if name not in BENCHMARKS:
+            near = difflib.get_close_matches(name, BENCHMARKS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InputError(f"there is no benchmark {name!r}, only {', '.join(BENCHMARKS)}{hint}")
+        benchmark = BENCHMARKS[name]
         if name in found:
             raise InputError(f"benchmark {name} is given twice; name each once")
-        if file:
-            if not Path(file).exists():
-                raise InputError(f"{text}: {file} does not exist; give a file with the problems of {benchmark.title}")
-            found[name] = Source(benchmark, file)
-        elif folder:
-            found[name] = Source(benchmark, str(_file_in(folder, benchmark)))
-        else:
-            found[name] = Source(benchmark, benchmark.hub)
+        if file and not Path(file).exists():
+            raise InputError(f"{text}: {file} does not exist; give a file with the problems of {benchmark.title}")
+        found[name] = Source(benchmark, file or (str(_file_in(folder, benchmark)) if folder else benchmark.hub))
     return [found[name] for name in BENCHMARKS if name in found]
 
 
@@ -174,14 +169,6 @@ def benchmark_table() -> str:
         for b in BENCHMARKS.values()
     ]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-
-
-def _named(name: str) -> Benchmark:
-    if name in BENCHMARKS:
-        return BENCHMARKS[name]
-    near = difflib.get_close_matches(name, BENCHMARKS, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise InputError(f"there is no benchmark {name!r}, only {', '.join(BENCHMARKS)}{hint}")
 
 
 def _file_in(folder: Path, benchmark: Benchmark) -> Path:

@@ -120,23 +120,18 @@ def record(
     }
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two records, as `key was X and is Y`."""
-    old, new = flat(before), flat(now)
-    return [
+def refuse_differences(file: Path, now: Mapping[str, Any]) -> None:
+    """Raises InputError where the record in `file`, of an earlier start, is another one."""
+    try:
+        old, new = flat(json.loads(file.read_text())), flat(now)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read ({error}); remove its folder, or give another --output") from error
+    found = [
         f"{name} was {old.get(name)} and is {new.get(name)}"
         for name in {**old, **new}
         if name not in _FREE and old.get(name) != new.get(name)
     ]
-
-
-def refuse_differences(file: Path, now: Mapping[str, Any]) -> None:
-    """Raises InputError where the record in `file`, of an earlier start, is another one."""
-    try:
-        before = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read ({error}); remove its folder, or give another --output") from error
-    if found := differences(before, now):
+    if found:
         raise InputError(
             f"{file.parent} holds responses of other settings: {'; '.join(found)}; give another --output, or the same "
             f"settings to continue"

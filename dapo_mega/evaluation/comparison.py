@@ -154,10 +154,20 @@ def _compare(
     problems, responses = aligned(name, evaluations, allowed)
     labels = [one.label for one in evaluations]
     sizes = {label: [problem.num_samples for problem in found] for label, found in zip(labels, responses, strict=True)}
-    responses = _equally_many(responses)
-    ks = _chosen_ks(name, given, {label: min(counts) for label, counts in sizes.items()})
+    ranges = {label: (min(counts), max(counts)) for label, counts in sizes.items()}
+    # From unequal numbers pass@k and maj@k are estimates of unequal spread, whose differences lean to one side even
+    # between equal models.
+    fewest = [min(found.num_samples for found in of_problem) for of_problem in zip(*responses, strict=True)]
+    responses = [[found.first(count) for found, count in zip(each, fewest, strict=True)] for each in responses]
+    scarcest = min(ranges, key=lambda label: ranges[label][0])
+    if given and max(given) > min(fewest):
+        raise InputError(
+            f"{name}: --k {max(given)} is more than {scarcest} has: {min(fewest)} scored responses to a problem; give "
+            f"at most {min(fewest)}"
+        )
+    ks = sorted(set(given)) if given else powers_of_two(min(fewest))
     if len({count for counts in sizes.values() for count in counts}) > 1:
-        shown = ", ".join(f"{label} {_range(counts)}" for label, counts in sizes.items())
+        shown = ", ".join(f"{label} {in_words(*range_)}" for label, range_ in ranges.items())
         notes.append(
             f"responses per problem differ ({shown}): the first to each problem are compared, as many as every model "
             "has"
@@ -168,7 +178,7 @@ def _compare(
         name=name,
         num_problems=len(problems),
         ks=tuple(ks),
-        num_samples={label: (min(counts), max(counts)) for label, counts in sizes.items()},
+        num_samples=ranges,
         measures={label: _estimates(found) for label, found in zip(labels, values, strict=True)},
         against_base={
             label: _against_base(problems, ks, (responses[0], found), (values[0], measured))
@@ -182,25 +192,8 @@ def _compare(
     )
 
 
-def _equally_many(responses: Sequence[Sequence[ProblemResponses]]) -> list[list[ProblemResponses]]:
-    """The first responses to each problem, as many as every model has. From unequal numbers pass@k and maj@k are
-    estimates of unequal spread, whose differences lean to one side even between equal models."""
-    fewest = [min(found.num_samples for found in of_problem) for of_problem in zip(*responses, strict=True)]
-    return [[found.first(count) for found, count in zip(of_model, fewest, strict=True)] for of_model in responses]
-
-
-def _chosen_ks(name: str, given: Sequence[int], fewest: dict[str, int]) -> list[int]:
-    label = min(fewest, key=lambda label: fewest[label])
-    if given and max(given) > fewest[label]:
-        raise InputError(
-            f"{name}: --k {max(given)} is more than {label} has: {fewest[label]} scored responses to a problem; give "
-            f"at most {fewest[label]}"
-        )
-    return sorted(set(given)) if given else powers_of_two(fewest[label])
-
-
-def _range(counts: Sequence[int]) -> str:
-    low, high = min(counts), max(counts)
+def in_words(low: int, high: int) -> str:
+    """A range of counts."""
     return str(low) if low == high else f"{low} to {high}"
 
 
@@ -218,7 +211,9 @@ def _against_base(
     of_base, of_model = values
     paired = {name: of_model[name] - of_base[name] for name in of_base}
     differences = {
-        name: Difference(mean, paired_p_value(paired[name]), *_won_and_lost(paired[name]))
+        name: Difference(
+            mean, paired_p_value(paired[name]), *(int(np.sum(sign * paired[name] > _NEAR)) for sign in (1, -1))
+        )
         for name, mean in _estimates(paired).items()
     }
     found = [
@@ -237,10 +232,6 @@ def _against_base(
         tuple(problem for problem in found if not problem.base_correct and problem.model_correct),
         tuple(problem for problem in found if problem.base_correct and not problem.model_correct),
     )
-
-
-def _won_and_lost(differences: Floats) -> tuple[int, int]:
-    return int(np.sum(differences > _NEAR)), int(np.sum(differences < -_NEAR))
 
 
 def _crossings(

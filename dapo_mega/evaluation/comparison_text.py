@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from dapo_mega.evaluation.comparison import AgainstBase, BenchmarkComparison, ChangedProblem, Crossing
+from dapo_mega.evaluation.comparison import AgainstBase, BenchmarkComparison, ChangedProblem, Crossing, in_words
 from dapo_mega.evaluation.statistics import Estimate
 
 _MAX_LISTED: Final = 5
@@ -15,7 +15,8 @@ _MAX_PROMPT: Final = 60
 
 def as_text(comparison: BenchmarkComparison) -> str:
     """What the command prints of one benchmark."""
-    parts = [_head(comparison)]
+    counts = [f"{label} {in_words(*range_)}" for label, range_ in comparison.num_samples.items()]
+    parts = [f"{comparison.name}: {comparison.num_problems} problems; responses to each: {', '.join(counts)}"]
     for label, against in comparison.against_base.items():
         parts.append(_differences(comparison, label, against))
         parts.append("\n".join(_findings(comparison, label, against)))
@@ -33,7 +34,7 @@ def as_values(comparison: BenchmarkComparison) -> dict[str, Any]:
     return {"base": comparison.base, **values}
 
 
-def crossing_in_words(comparison: BenchmarkComparison, label: str, crossing: Crossing) -> str:
+def _crossing(comparison: BenchmarkComparison, label: str, crossing: Crossing) -> str:
     """Where the curves cross, and whether that is more than noise."""
     first, second = (comparison.base, label) if crossing.behind_before == "model" else (label, comparison.base)
     differences = comparison.against_base[label].differences
@@ -43,21 +44,13 @@ def crossing_in_words(comparison: BenchmarkComparison, label: str, crossing: Cro
         if at is None:
             sides.append(f"{side} no interval of the difference excludes 0")
         else:
-            sides.append(f"at k = {at} the difference is {_signed(differences[f'pass@{at}'].mean)}")
+            sides.append(f"at k = {at} the difference is {_shown(differences[f'pass@{at}'].mean)}")
     verdict = (
         "the intervals separate on both sides, so the crossing is more than noise"
         if crossing.is_separated
         else "the intervals do not separate on both sides, so these responses do not show that the curves really cross"
     )
     return f"{told} {'; '.join(sides).capitalize()}: {verdict}."
-
-
-def _head(comparison: BenchmarkComparison) -> str:
-    counts = [
-        f"{label} {low}" if low == high else f"{label} {low} to {high}"
-        for label, (low, high) in comparison.num_samples.items()
-    ]
-    return f"{comparison.name}: {comparison.num_problems} problems; responses to each: {', '.join(counts)}"
 
 
 def _differences(comparison: BenchmarkComparison, label: str, against: AgainstBase) -> str:
@@ -68,18 +61,18 @@ def _differences(comparison: BenchmarkComparison, label: str, against: AgainstBa
         base, model = comparison.measures[comparison.base][name], comparison.measures[label][name]
         p = "< 0.001" if difference.p_value < 0.001 else f"{difference.p_value:.3f}"
         counts = [str(difference.won), str(difference.lost)]
-        rows.append([name, _plain(base), _plain(model), _signed(difference.mean), p, *counts])
+        rows.append([name, _shown(base, ""), _shown(model, ""), _shown(difference.mean), p, *counts])
     return _table(rows)
 
 
 def _findings(comparison: BenchmarkComparison, label: str, against: AgainstBase) -> Iterator[str]:
     base, largest = comparison.base, comparison.ks[-1]
     for crossing in against.crossings:
-        yield crossing_in_words(comparison, label, crossing)
+        yield _crossing(comparison, label, crossing)
     if not against.crossings:
         yield _without_crossing(comparison, label)
     yield (
-        f"Sampling-efficiency gap, pass@{largest} of {base} minus pass@1 of {label}: {_signed(against.sampling_gap)}."
+        f"Sampling-efficiency gap, pass@{largest} of {base} minus pass@1 of {label}: {_shown(against.sampling_gap)}."
     )
     yield from _listed(f"{label} solves {{}} that {base} never does", against.newly_solved, label, comparison)
     yield from _listed(f"{base} solves {{}} that {label} never does", against.no_longer_solved, label, comparison)
@@ -92,7 +85,7 @@ def _without_crossing(comparison: BenchmarkComparison, label: str) -> str:
     if not apart:
         return f"No crossing: {label} and {comparison.base} are equal up to k = {largest}."
     higher = label if means[apart[0]].value > 0 else comparison.base
-    end = f"there the difference is {_signed(means[largest])}" if apart[-1] == largest else "beyond both are equal"
+    end = f"there the difference is {_shown(means[largest])}" if apart[-1] == largest else "beyond both are equal"
     if any(mean.low > 0 or mean.high < 0 for mean in means.values()):
         return f"No crossing up to k = {largest}: {higher} is ahead up to k = {apart[-1]}, {end}."
     return (
@@ -130,15 +123,7 @@ def _difficulty(comparison: BenchmarkComparison) -> str:
     return _table(rows)
 
 
-def _plain(estimate: Estimate) -> str:
-    return _with_interval(estimate, "")
-
-
-def _signed(estimate: Estimate) -> str:
-    return _with_interval(estimate, "+")
-
-
-def _with_interval(estimate: Estimate, sign: str) -> str:
+def _shown(estimate: Estimate, sign: str = "+") -> str:
     """Without an interval where all problems have the same value: they show no spread."""
     form = f"{sign}.{1 if abs(estimate.value) >= 10 else 3}f"
     interval = f" [{estimate.low:{form}}, {estimate.high:{form}}]" if estimate.low < estimate.high else ""

@@ -15,13 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from dapo_mega.config import RunConfig
 from dapo_mega.config.files import validated
-from dapo_mega.engines.protocol import Generation
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.fleet_client import FleetClient
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion, run_name
 from dapo_mega.evaluation.sampling import Sampler
 from dapo_mega.models import load_architecture
-from dapo_mega.types import GenerationRequest, LogProbs, Prompt, TokenIds
+from dapo_mega.types import LogProbs, Prompt, TokenIds
 from dapo_mega.weight_sync.agreement import engine_logprobs, fixed_sequence, mean_difference
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def with_engines(config: RunConfig, **fleet: Any) -> RunConfig:
     return validated(RunConfig, raw)
 
 
-class FleetSampler(Sampler):
+class FleetSampler(FleetClient, Sampler):
     """Sends requests to engines that have the model's sizes and agree with its log-probs of a fixed sequence.
 
     An engine that agreed is given a name for its weights. Were they replaced meanwhile, its answers would carry another
@@ -68,71 +67,68 @@ class FleetSampler(Sampler):
         self._tolerance = config.engine_tolerance
         self._tokens = fixed_sequence(config, prompts, arch.vocab_size)
         self._expected = _expected_logprobs(model, config.model.dtype, self._tokens)
-        self._run = run_name(config.output_dir)
+        self._name = run_name(config.output_dir)
         self._close_engines = close_engines
         fleet = config.rollout.fleet
         self.most_open = 2 * fleet.requests_per_engine * len(fleet.urls)
-        self._client = FleetClient(config, arch.vocab_size, api_key, self._run, arch, tend)
-        self._client.update_outdated = self._admit
+        super().__init__(config, arch.vocab_size, api_key, self._name, arch, tend)
+        self.update_outdated = self._admit
         self._gather_until = time.monotonic() + _GATHERING_S
 
-    def generate(self, request: GenerationRequest) -> Generation:
-        return self._client.generate(request)
-
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """See `Sampler`. Raises FleetError when no engine that serves the model can be reached."""
+        """See `RolloutFleet`. Raises FleetError when no engine that serves the model can be reached."""
         with closing(work):
-            self._gather_engines()
-            return self._client.run(work)
+            # The first engine would get all requests.
+            while self.has_absent() and time.monotonic() < self._gather_until:
+                self.tend()
+                time.sleep(_TICK_S)
+            return super().run(work)
 
     def close(self) -> None:
-        """See `Sampler`. Engines of others keep running."""
-        self._client.close()
+        """See `FleetClient`. Ends the engines that were started for it."""
+        super().close()
         self._close_engines()
-
-    def _gather_engines(self) -> None:
-        """Wait a little for all engines: the first one would get all requests."""
-        while self._client.has_absent() and time.monotonic() < self._gather_until:
-            self._client.tend()
-            time.sleep(_TICK_S)
 
     def _admit(self) -> None:
         """Use the engines that have joined, if they serve the model."""
-        targets = self._client.pause_generation(self._client.targets(only_outdated=True))
-        named = self._client.start_call(targets, self._name_weights, _SCORING_TIMEOUT_S).result()
-        self._client.resume_generation(targets)
+        targets = self.pause_generation(self.targets(only_outdated=True))
+        named = self.start_call(targets, self._name_weights, _SCORING_TIMEOUT_S).result()
+        self.resume_generation(targets)
         for url, result in named.items():
             if isinstance(result, EngineError):
-                self._client.failed(url, f"its weights could not be named: {result.reason}")
+                self.failed(url, f"its weights could not be named: {result.reason}")
         ready = [target for target in targets if not isinstance(named[target.url], EngineError)]
-        scores = self._client.start_call(ready, self._score, _SCORING_TIMEOUT_S).result()
+        scores = self.start_call(ready, self._score, _SCORING_TIMEOUT_S).result()
         for url, found in scores.items():
             if isinstance(found, EngineError):
-                self._client.failed(url, f"it did not score a sequence: {found.reason}")
+                self.failed(url, f"it did not score a sequence: {found.reason}")
             elif not (difference := mean_difference(found, self._expected)) <= self._tolerance:
-                self._client.disagrees(url, _other_model(difference, self._tolerance))
+                self.disagrees(
+                    url,
+                    "it serves another model than the one that is asked for: log-probs of a fixed sequence are "
+                    f"{difference:.4g} nats away on average, and at most {self._tolerance:g} are allowed; start it "
+                    "with that model's checkpoint",
+                )
             else:
                 logger.info("engine %s serves the model: log-probs agree to %.2g nats on average", url, difference)
-                self._client.synced(url, _VERSION)
-                self._note_engine(url, str(named[url]))
-
-    def _note_engine(self, url: str, name: str) -> None:
-        self.engines = tuple(sorted({*self.engines, name}))
-        if not name.endswith(DETERMINISTIC):
-            logger.warning(
-                "engine %s draws by random numbers of its own: the same command gives other responses; start it with "
-                "--enable-deterministic-inference where that matters",
-                url,
-            )
+                self.synced(url, _VERSION)
+                name = str(named[url])
+                self.engines = tuple(sorted({*self.engines, name}))
+                if not name.endswith(DETERMINISTIC):
+                    logger.warning(
+                        "engine %s draws by random numbers of its own: the same command gives other responses; start "
+                        "it with --enable-deterministic-inference where that matters",
+                        url,
+                    )
 
     async def _name_weights(self, client: EngineClient) -> str:
         """Name the engine's weights; returns what the engine is."""
-        await client.set_weight_version(str(WeightVersion(self._run, _VERSION)))
+        await client.set_weight_version(str(WeightVersion(self._name, _VERSION)))
         info = await client.info()
         return f"SGLang {info.version}{DETERMINISTIC if info.deterministic else ''}"
 
     async def _score(self, client: EngineClient) -> LogProbs:
-        versions = VersionRange(self._run, _VERSION, _VERSION)
+        versions = VersionRange(self._name, _VERSION, _VERSION)
         return await engine_logprobs(client, self._tokens, versions, _SCORING_TIMEOUT_S)
 
 
@@ -144,10 +140,3 @@ def _expected_logprobs(model: Path, dtype: str, token_ids: TokenIds) -> LogProbs
     tokens = torch.from_numpy(token_ids.astype(np.int64))[None]
     logprobs = loaded(tokens).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, tokens[0, 1:, None])[:, 0].numpy()
-
-
-def _other_model(difference: float, tolerance: float) -> str:
-    return (
-        f"it serves another model than the one that is asked for: log-probs of a fixed sequence are {difference:.4g} "
-        f"nats away on average, and at most {tolerance:g} are allowed; start it with that model's checkpoint"
-    )

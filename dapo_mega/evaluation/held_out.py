@@ -10,8 +10,9 @@ import torch
 from dapo_mega.config import RunConfig
 from dapo_mega.data import load_evaluation_prompts, load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
+from dapo_mega.environments.build import make_environment
 from dapo_mega.errors import InputError
-from dapo_mega.evaluation.evaluator import make_evaluator
+from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.evaluation.sampling import EmbeddedSampler
 from dapo_mega.evaluation.settings import evaluation_settings
 from dapo_mega.rewards.build import make_reward
@@ -34,12 +35,18 @@ def evaluate_checkpoint(config: RunConfig, samples: Path | None = None) -> dict[
     if config.threads_per_process:
         torch.set_num_threads(config.threads_per_process)
     tokenizer = load_tokenizer(config.model.path)
-    prompts = load_evaluation_prompts(config.data, tokenizer)
-    engine = EmbeddedSampler(path, config.model.dtype, config.rollout.max_batch_rows)
-    with contextlib.closing(engine), contextlib.closing(make_reward(config, for_evaluation=True)) as reward:
+    environment, render = make_environment(config, tokenizer)
+    with contextlib.ExitStack() as stack:
+        stack.callback(environment.close)
+        prompts = load_evaluation_prompts(config.data, tokenizer, render)
+        engine = stack.enter_context(
+            contextlib.closing(EmbeddedSampler(path, config.model.dtype, config.rollout.max_batch_rows))
+        )
+        reward = stack.enter_context(contextlib.closing(make_reward(config, for_evaluation=True)))
         if config.reward.is_own:
             try_reward(reward, trial_record(prompts.prompts[0]))
-        evaluator = make_evaluator(config, prompts.prompts, reward, decoder(tokenizer), stop_tokens(path, tokenizer))
+        decode, stops = decoder(tokenizer), stop_tokens(path, tokenizer)
+        evaluator = Evaluator(config, prompts.prompts, reward, decode, stops, environment)
         metrics = engine.run(evaluator.run(engine.generate))
     if samples:
         account = {"settings": evaluation_settings(config)}

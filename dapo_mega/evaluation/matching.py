@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from os.path import commonprefix
 from typing import Any
 
 from dapo_mega.errors import InputError
@@ -31,11 +32,12 @@ def common_benchmarks(evaluations: Sequence[SavedEvaluation], only: Collection[s
 def different_settings(name: str, evaluations: Sequence[SavedEvaluation], allowed: Collection[str]) -> list[str]:
     """Notes on what differs and was allowed to, or is not known. Raises InputError for any other difference in the
     settings of the benchmark `name`; `allowed` are names of `GROUPS`."""
-    notes = []
     known = [one for one in evaluations if one.benchmarks[name].settings]
-    for one in evaluations:
-        if one not in known:
-            notes.append(f"{one.label} does not say its settings: only its problems and prompts were checked")
+    notes = [
+        f"{one.label} does not say its settings: only its problems and prompts were checked"
+        for one in evaluations
+        if one not in known
+    ]
     for group, keys in GROUPS.items():
         for key in keys:
             for other in known[1:]:
@@ -89,13 +91,9 @@ def aligned(
 ) -> tuple[list[Problem], list[list[ProblemResponses]]]:
     """The problems as the first evaluation has them, and every evaluation's responses to them in their order. Raises
     InputError for different problems, ground truths, or prompts of the same problems."""
-    first = evaluations[0]
-    problems = list(first.benchmarks[name].responses)
-    responses = []
-    for one in evaluations:
-        by_place = _places(name, first, one, allowed)
-        responses.append([by_place[problem] for problem in problems])
-    return problems, responses
+    problems = list(evaluations[0].benchmarks[name].responses)
+    places = [_places(name, evaluations[0], one, allowed) for one in evaluations]
+    return problems, [[by_problem[problem] for problem in problems] for by_problem in places]
 
 
 def _places(
@@ -112,7 +110,14 @@ def _places(
     changed = [(mine, their) for mine, their in pairs if mine != their]
     if len(pairs) == len(ours.responses) == len(theirs.responses):
         if all(mine.ground_truth == their.ground_truth for mine, their in changed):
-            _check_prompts(name, first.label, other.label, changed, allowed)
+            if changed and "template" not in allowed:
+                prompts = [problem.prompt for problem in changed[0]]
+                start = max(len(commonprefix(prompts)) - _MAX_SHOWN // 3, 0)  # noqa: RUF071
+                shown = [_shown(prompt[start:]) for prompt in prompts]
+                raise InputError(
+                    f"{name}: different template: {first.label} asks {shown[0]}, {other.label} asks {shown[1]}; "
+                    "--allow-different template compares them nevertheless"
+                )
             return {mine: theirs.responses[their] for mine, their in pairs}
         for mine, their in changed:
             if mine.prompt == their.prompt:
@@ -121,20 +126,6 @@ def _places(
                     f"{_shown(mine.ground_truth)} in {first.label}, {_shown(their.ground_truth)} in {other.label}"
                 )
     raise InputError(f"{name}: different problem sets: {_difference(first.label, ours, other.label, theirs)}")
-
-
-def _check_prompts(
-    name: str, ours: str, theirs: str, changed: Sequence[tuple[Problem, Problem]], allowed: Collection[str]
-) -> None:
-    """Raises InputError where the same problems are asked in other words, unless that is allowed."""
-    if changed and "template" not in allowed:
-        mine, their = (problem.prompt for problem in changed[0])
-        differs = [i for i, (a, b) in enumerate(zip(mine, their, strict=False)) if a != b]
-        start = max(min([*differs, len(mine), len(their)]) - _MAX_SHOWN // 3, 0)
-        raise InputError(
-            f"{name}: different template: {ours} asks {_shown(mine[start:])}, {theirs} asks {_shown(their[start:])}; "
-            "--allow-different template compares them nevertheless"
-        )
 
 
 def _difference(our_label: str, ours: SavedBenchmark, their_label: str, theirs: SavedBenchmark) -> str:

@@ -21,7 +21,6 @@ from dapo_mega.types import NamedTensors
 
 _SHARD_BYTES = 4 * 2**30
 _DECIDING = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
-_CONVERTED = "converted_model"
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,13 @@ def open_model(path: Path, step: int | None, work_folder: Path) -> EvaluatedMode
         raise InputError(
             f"{path} is not a folder; give a Hugging Face checkpoint, a run's folder, or one of its checkpoints"
         )
-    if is_megatron_folder(path):
-        _refuse_step(path, step)
-        return _converted(path, work_folder)
-    if (path / "config.json").exists():
-        _refuse_step(path, step)
-        return _checked(path)
+    is_megatron = is_megatron_folder(path)
+    if is_megatron or (path / "config.json").exists():
+        if step is not None:
+            raise InputError(
+                f"--step is for a run's folder, and {path} is one checkpoint; leave it out, or give the run"
+            )
+        return _converted(path, work_folder) if is_megatron else _checked(path)
     if not (path / "checkpoints").is_dir() and not (path / "hf").is_dir():
         raise InputError(
             f"{path} holds neither config.json nor checkpoints; give a Hugging Face checkpoint, a run's folder, or one "
@@ -130,12 +130,7 @@ def _converted(checkpoint: Path, work_folder: Path) -> EvaluatedModel:
     opened = open_checkpoint(checkpoint)
     if opened.arch.has_value_head:
         raise InputError(f"{checkpoint} holds a value model, which says nothing; give the policy")
-    folder = (work_folder / f"{_CONVERTED}_{checkpoint.name}").absolute()
+    folder = (work_folder / f"converted_model_{checkpoint.name}").absolute()
     work_folder.mkdir(parents=True, exist_ok=True)
     to_hf(opened, folder, _SHARD_BYTES)
     return EvaluatedModel(folder, checkpoint)
-
-
-def _refuse_step(path: Path, step: int | None) -> None:
-    if step is not None:
-        raise InputError(f"--step is for a run's folder, and {path} is one checkpoint; leave it out, or give the run")

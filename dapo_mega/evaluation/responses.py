@@ -50,7 +50,8 @@ class ResponseStore:
             return {}
         missing = {}
         for number, requests in enumerate(self._requests):
-            known = self._known_ids(number)
+            path = self._path(number)
+            known = set(_read(path, [_ID])[_ID].to_pylist()) if path.exists() else set()
             if wanted := [request for request in requests if request.request_id not in known]:
                 missing[number] = wanted
         return missing
@@ -98,10 +99,6 @@ class ResponseStore:
 
     def _path(self, part: int) -> Path:
         return self._parts / f"part_{part:06d}.parquet"
-
-    def _known_ids(self, part: int) -> set[int]:
-        path = self._path(part)
-        return set(_read(path, [_ID])[_ID].to_pylist()) if path.exists() else set()
 
 
 def _read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +21,27 @@ FORMAT = 1
 _COLUMNS = ["prompt_index", "correct", "answer", "length", "finish_reason"]
 
 
-def problems_in(file: Path) -> dict[int, ProblemResponses]:
-    """The scored responses in a file of samples, by the number of their problem. Raises InputError."""
+def result_of(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The results on one benchmark, whose responses are in `file`: counts, and measures with 95 % intervals. Raises
+    InputError."""
     with errors_of_reading(file, "evaluate again"):
         table = pq.read_table(file, columns=_COLUMNS, page_checksum_verification=True)
     rows: dict[int, list[Mapping[str, Any]]] = {}
     for row in table.to_pylist():
         rows.setdefault(row["prompt_index"], []).append(row)
-    return {index: found for index in sorted(rows) if (found := ProblemResponses.of_rows(rows[index]))}
-
-
-def result_of(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The results on one benchmark, whose responses are in `file`: counts, and measures with 95 % intervals."""
-    problems = problems_in(file)
-    metadata = pq.read_metadata(file)
-    num_responses = metadata.num_rows
-    num_scored = sum(problem.num_samples for problem in problems.values())
+    problems = [found for index in sorted(rows) if (found := ProblemResponses.of_rows(rows[index]))]
     metrics = {}
     if problems:
-        k = min(problem.num_samples for problem in problems.values())
-        values = measure(list(problems.values()), powers_of_two(k))
+        values = measure(problems, powers_of_two(min(problem.num_samples for problem in problems)))
         estimates = estimate_means(list(values.values()))
         metrics = {name: vars(estimate) for name, estimate in zip(values, estimates, strict=True)}
     return {
         "settings": dict(settings),
-        "engines": account_of(metadata.metadata)["engines"],
+        "engines": account_of(table.schema.metadata)["engines"],
         "num_problems": len(problems),
-        "num_responses": num_responses,
-        "num_failed": settings["num_problems"] * settings["k"] - num_responses,
-        "num_unscored": num_responses - num_scored,
+        "num_responses": len(table),
+        "num_failed": settings["num_problems"] * settings["k"] - len(table),
+        "num_unscored": len(table) - sum(problem.num_samples for problem in problems),
         "metrics": metrics,
     }
 
@@ -98,29 +90,21 @@ def results_table(content: Mapping[str, Any]) -> str:
         for prefix in ("avg@", "maj@", "pass@"):
             # Of several k the largest.
             found = [estimate for key, estimate in metrics.items() if key.startswith(prefix)]
-            cells.append(_share(found[-1]) if found else "-")
+            cells.append("{value:.1%} [{low:.1%}, {high:.1%}]".format(**found[-1]) if found else "-")
         cells.append(f"{metrics['length']['value']:.0f}" if metrics else "-")
         for key in ("truncated", "no_answer"):
             cells.append(f"{metrics[key]['value']:.1%}" if metrics else "-")
         rows.append([*cells, str(result["num_failed"] + result["num_unscored"])])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(
-        [*lines, *(note for name, result in content["benchmarks"].items() for note in _lacks(name, result))]
-    )
-
-
-def _lacks(name: str, result: Mapping[str, Any]) -> Iterator[str]:
-    """What the measures of a benchmark are without."""
-    settings, failed, unscored = result["settings"], result["num_failed"], result["num_unscored"]
-    if failed or unscored:
+    for name, result in content["benchmarks"].items():
+        settings, failed, unscored = result["settings"], result["num_failed"], result["num_unscored"]
+        if not (failed or unscored):
+            continue
         without = settings["num_problems"] - result["num_problems"]
-        yield (
+        lines.append(
             f"note: {name}: {failed + unscored} of {settings['num_problems'] * settings['k']} responses are in no "
             f"measure ({failed} without a response, which the same command asks again; {unscored} that could not be "
             f"scored), which leaves {without} of {settings['num_problems']} problems out"
         )
-
-
-def _share(estimate: Mapping[str, float]) -> str:
-    return f"{estimate['value']:.1%} [{estimate['low']:.1%}, {estimate['high']:.1%}]"
+    return "\n".join(lines)

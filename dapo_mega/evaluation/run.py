@@ -19,7 +19,7 @@ from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.benchmarks import Source
 from dapo_mega.evaluation.choices import Choices, configuration, record, refuse_differences
-from dapo_mega.evaluation.evaluator import Evaluator, make_evaluator
+from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.evaluation.model_folder import EvaluatedModel, context_length, model_hash
 from dapo_mega.evaluation.responses import ResponseStore
 from dapo_mega.evaluation.results import refuse_other_model, result_of, results_table, write_results
@@ -145,7 +145,7 @@ def _prompts(config: RunConfig, source: Source, tokenizer: Any, limit: int | Non
 def _answered(task: _Task, part_size: int, tokenizer: Any, model: Path, sampler: Callable[[_Task], Sampler]) -> Path:
     """The file with the responses to all requests of a benchmark, after asking those that are missing."""
     with contextlib.closing(make_reward(task.config, for_evaluation=True)) as reward:
-        evaluator = make_evaluator(task.config, task.prompts, reward, decoder(tokenizer), stop_tokens(model, tokenizer))
+        evaluator = Evaluator(task.config, task.prompts, reward, decoder(tokenizer), stop_tokens(model, tokenizer))
         k = task.config.evaluation.responses_per_prompt
         store = ResponseStore(task.folder, evaluator.requests, k, part_size, tokenizer)
         if missing := store.missing():

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
 
 import torch
 
 from dapo_mega.distributed import accelerator
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
-from dapo_mega.engines.embedded.fleet import EmbeddedTurns
-from dapo_mega.engines.protocol import RolloutEngine
+from dapo_mega.engines.embedded.fleet import EmbeddedFleet
+from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.model_folder import model_weights
 
-T = TypeVar("T")
 
-
-class Sampler(RolloutEngine, Protocol):
+class Sampler(RolloutFleet):
     """Answers requests with the model. `engines` is what samples, with its version; `most_open` is as of
     `ask_in_parts`."""
 
     engines: tuple[str, ...]
     most_open: int
 
-    @abstractmethod
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine that awaits `generate` to its end, on the engines' event loop."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Free memory, processes and connections."""
-
-
-class EmbeddedSampler(EmbeddedTurns, Sampler):
+class EmbeddedSampler(EmbeddedFleet, Sampler):
     """Generates in this process, a part at a time: the tokens depend on the requests of the part, not on which parts
     went before."""
 
@@ -46,7 +33,7 @@ class EmbeddedSampler(EmbeddedTurns, Sampler):
         """The model of a Hugging Face folder. Raises InputError for one that the engine cannot load."""
         kind = torch.bfloat16 if dtype == "bf16" else torch.float32
         try:
-            engine = EmbeddedEngine.from_config(model, kind, max_batch_rows, accelerator.device())
+            engine = EmbeddedEngine(model, kind, max_batch_rows, accelerator.device())
             engine.load_weights(model_weights(model, kind), 0)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from dapo_mega.cli import print_once
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.measures import ProblemResponses
-from dapo_mega.samples.files import StoredFile, samples_folder, stored_files
+from dapo_mega.samples.files import samples_folder, stored_files
 from dapo_mega.samples.table import account_of, errors_of_reading
 
 _COLUMNS: Final = (
@@ -65,7 +65,16 @@ def load_evaluations(sources: Sequence[str]) -> list[SavedEvaluation]:
         labels = list(sources)
     if len(set(labels)) < len(labels):
         raise InputError(f"{sources[0]} is compared with itself; {_WHAT_TO_GIVE}")
-    return [SavedEvaluation(label, _read(files)) for label, (_, files) in zip(labels, found, strict=True)]
+    evaluations = []
+    for label, (_, files) in zip(labels, found, strict=True):
+        benchmarks: dict[str, SavedBenchmark] = {}
+        for file in files:
+            in_file = _read_file(file)
+            if again := in_file.keys() & benchmarks.keys():
+                raise InputError(f"{file} holds the benchmark {min(again)!r} again; give one of the folders alone")
+            benchmarks |= in_file
+        evaluations.append(SavedEvaluation(label, benchmarks))
+    return evaluations
 
 
 def _find(source: str) -> tuple[str, list[Path]]:
@@ -81,30 +90,15 @@ def _find(source: str) -> tuple[str, list[Path]]:
     if not path.is_dir():
         raise InputError(f"{path} does not exist; {_WHAT_TO_GIVE}")
     folders = [samples_folder(path), path, *sorted(path.glob("*/samples"))]
-    by_folder = [[file for file in stored_files(folder) if file.is_evaluation] for folder in folders]
-    by_folder = [files for files in by_folder if files]
-    if not by_folder:
+    found = [file for folder in folders for file in stored_files(folder) if file.is_evaluation]
+    if not found:
         raise InputError(f"{path} holds no saved evaluation; {_WHAT_TO_GIVE}")
-    steps = sorted({file.step for files in by_folder for file in files})
+    steps = sorted({file.step for file in found})
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         raise InputError(f"{path} holds no evaluation after step {chosen}; there are {', '.join(map(str, steps))}")
     name = path.resolve().name
-    return (name if len(steps) == 1 else f"{name}@{chosen}"), _of_step(by_folder, chosen)
-
-
-def _of_step(by_folder: Sequence[Sequence[StoredFile]], step: int) -> list[Path]:
-    return [file.path for files in by_folder for file in files if file.step == step]
-
-
-def _read(files: Sequence[Path]) -> dict[str, SavedBenchmark]:
-    benchmarks: dict[str, SavedBenchmark] = {}
-    for file in files:
-        for name, benchmark in _read_file(file).items():
-            if name in benchmarks:
-                raise InputError(f"{file} holds the benchmark {name!r} again; give one of the folders alone")
-            benchmarks[name] = benchmark
-    return benchmarks
+    return (name if len(steps) == 1 else f"{name}@{chosen}"), [file.path for file in found if file.step == chosen]
 
 
 def _read_file(path: Path) -> dict[str, SavedBenchmark]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -42,9 +42,9 @@ class Numbering:
         return (request_id - self.first_id) // self.k
 
 
-async def _rollout(prompt: Prompt, request: GenerationRequest, generate: Generate, environment: Environment) -> Rollout:
+async def _or_failure(trajectory: Awaitable[Trajectory]) -> Rollout:
     try:
-        return await environment.run(prompt, request, generate, Progress())
+        return await trajectory
     except GenerationFailure as failure:
         return failure
 
@@ -54,14 +54,9 @@ async def roll_out(
 ) -> list[Rollout]:
     """A trajectory for each request of a prompt, or why there is none, in the order given. To cancel it gives all
     requests up."""
-    return await asyncio.gather(*(_rollout(prompt, request, generate, environment) for prompt, request in asked))
-
-
-async def _answer(request: GenerationRequest, generate: Generate) -> Rollout:
-    try:
-        return Trajectory.of(await generate(request))
-    except GenerationFailure as failure:
-        return failure
+    return await asyncio.gather(
+        *(_or_failure(environment.run(prompt, request, generate, Progress())) for prompt, request in asked)
+    )
 
 
 async def ask_in_parts(
@@ -76,6 +71,10 @@ async def ask_in_parts(
     As there may be millions, the next part is asked, as a whole, when fewer than `most_open` requests are open and no
     part is in use. What `use` raises is raised, and gives the open requests up.
     """
+
+    async def answer(request: GenerationRequest) -> Trajectory:
+        return Trajectory.of(await generate(request))
+
     waiting = iter(parts)
     open_ones: dict[asyncio.Task[Rollout], tuple[int, list[asyncio.Task[Rollout]]]] = {}
     ended: asyncio.Queue[asyncio.Task[Rollout]] = asyncio.Queue()
@@ -83,7 +82,7 @@ async def ask_in_parts(
         while True:
             while len(open_ones) < most_open and (part := next(waiting, None)):
                 number, requests = part
-                tasks = [asyncio.create_task(_answer(request, generate)) for request in requests]
+                tasks = [asyncio.create_task(_or_failure(answer(request))) for request in requests]
                 for task in tasks:
                     open_ones[task] = number, tasks
                     task.add_done_callback(ended.put_nowait)

@@ -54,14 +54,17 @@ class GroupBuffer:
         self.counts.offered += 1
         keep = self.keeps(group)
         passed = [self.filter.passes(scored) for scored in group.trajectories]
-        if None not in passed:
-            self.counts.judged += 1
-            self.counts.all_right += all(passed)
-            self.counts.all_wrong += not any(passed)
+        is_judged = None not in passed
+        all_right, all_wrong = is_judged and all(passed), is_judged and not any(passed)
+        self.counts.judged += is_judged
+        self.counts.all_right += all_right
+        self.counts.all_wrong += all_wrong
         if keep:
             self.groups.append(group)
             self.counts.kept += 1
-        self._note(group, "surplus" if keep else _reason(passed))
+        self._note(
+            group, "surplus" if keep else "all_right" if all_right else "all_wrong" if all_wrong else "no_signal"
+        )
         return keep
 
     def keeps(self, group: Group) -> bool:
@@ -111,10 +114,3 @@ class GroupBuffer:
         """The share of recently offered groups that was kept; 1 before the first offer."""
         kept = self._recent_kept + self.counts.kept
         return (kept + 1) / (self._recent_offered + self.counts.offered + 1)
-
-
-def _reason(passed: Sequence[bool | None]) -> GroupOutcome:
-    """Why a group was filtered out whose responses pass or fail so."""
-    if None in passed:
-        return "no_signal"
-    return "all_right" if all(passed) else "no_signal" if any(passed) else "all_wrong"

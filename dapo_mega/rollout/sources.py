@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from dapo_mega.rollout.scoring import lengths_of, verdicts_of
 from dapo_mega.types import Group, Prompt
 
+T = TypeVar("T")
+
 _MAX_LABELS = 32
-_OTHERS = "others"
 
 Source = tuple[str, str]
 """A dataset of `data.mixture` and a data source in it."""
@@ -31,22 +33,22 @@ def source_labels(prompts: Sequence[Prompt]) -> Mapping[Source, str]:
     names = {pair: pair[0] if num_datasets[pair[1]] > 1 else pair[1] for pair in counts}
     ranked = sorted(counts, key=lambda pair: (-counts[pair], pair))
     named = ranked if len(ranked) <= _MAX_LABELS else ranked[: _MAX_LABELS - 1]
-    return {pair: _label(names[pair]) if pair in named else _OTHERS for pair in ranked}
+    return {pair: _label(names[pair]) if pair in named else "others" for pair in ranked}
 
 
-def label_of(prompt: Prompt, labels: Mapping[Source, str]) -> str | None:
-    """The name in metrics of the prompt's source, if it has one."""
-    return labels.get(_source(prompt))
+def by_label(found: Iterable[tuple[Prompt, T]], labels: Mapping[Source, str]) -> dict[str, list[T]]:
+    """What belongs to prompts, by the name in metrics of their sources, without those whose source has none."""
+    of_label: dict[str, list[T]] = {}
+    for prompt, one in found:
+        if label := labels.get(_source(prompt)):
+            of_label.setdefault(label, []).append(one)
+    return of_label
 
 
 def metrics_of_sources(groups: Sequence[Group], labels: Mapping[Source, str]) -> dict[str, float]:
     """Share of the groups, accuracy and mean length of the responses, for each source that has a label."""
-    by_label: dict[str, list[Group]] = defaultdict(list)
-    for group in groups:
-        if label := label_of(group.prompt, labels):
-            by_label[label].append(group)
     metrics: dict[str, float] = {}
-    for label, members in by_label.items():
+    for label, members in by_label(((group.prompt, group) for group in groups), labels).items():
         scored = [response for group in members for response in group.trajectories]
         metrics[f"source/share_{label}"] = len(members) / len(groups)
         metrics[f"source/response_length_mean_{label}"] = float(np.mean(lengths_of(scored)))

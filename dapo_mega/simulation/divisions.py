@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from dapo_mega.config import RunConfig
 from dapo_mega.planning.divisions import Division
-from dapo_mega.planning.estimate import Assumptions
 from dapo_mega.planning.report import assumed_lines, seconds
-from dapo_mega.simulation.run import SimulatedRun, Workload
+from dapo_mega.simulation.run import SimulatedRun
 from dapo_mega.simulation.schedules import Assumed, costs_of, simulated
 
 _NUM_IN_TURNS, _NUM_SPLIT = 2, 4
@@ -31,25 +30,20 @@ class SimulatedDivision:
         return [*changed, *self.division.overrides(config)]
 
 
-def simulate_divisions(
-    divisions: Sequence[Division], config: RunConfig, assumptions: Assumptions, assumed: Assumed
-) -> list[SimulatedDivision]:
+def simulate_divisions(divisions: Sequence[Division], config: RunConfig, assumed: Assumed) -> list[SimulatedDivision]:
     """The best of `divisions` by plan, simulated, fastest first: two in turns, synchronous, and the four split ones
     whose slower side is fastest, asynchronous."""
-    kept_share = assumed.kept_share if config.algorithm.dynamic_sampling else 1.0
-    workload = Workload(assumptions.mean_response, assumed.spread, kept_share)
     in_turns = [division for division in divisions if division.plan.engine.is_colocated]
     split = [division for division in divisions if not division.plan.engine.is_colocated]
-    in_turns = sorted(in_turns, key=lambda division: division.seconds)[:_NUM_IN_TURNS]
-    split = sorted(split, key=lambda division: slower_side_s(division, kept_share))[:_NUM_SPLIT]
+    in_turns.sort(key=lambda division: division.seconds)
+    split.sort(key=lambda division: slower_side_s(division, assumed))
     staleness = config.algorithm.max_staleness
-    chosen = [(division, ("synchronous", staleness)) for division in in_turns]
-    chosen += [(division, ("asynchronous", max(1, staleness))) for division in split]
-    found = []
-    for division, schedule in chosen:
-        costs = costs_of(division.plan, assumed)
-        run = simulated(division.plan.workload.config, schedule, workload, costs, assumed.num_steps)
-        found.append(SimulatedDivision(division, schedule, run))
+    chosen = [(division, ("synchronous", staleness)) for division in in_turns[:_NUM_IN_TURNS]]
+    chosen += [(division, ("asynchronous", max(1, staleness))) for division in split[:_NUM_SPLIT]]
+    found = [
+        SimulatedDivision(division, schedule, simulated(division.plan, schedule, assumed))
+        for division, schedule in chosen
+    ]
     return sorted(found, key=lambda one: one.run.seconds_per_step)
 
 
@@ -74,17 +68,17 @@ def simulated_division_lines(
         )
         yield f"      {' '.join(one.overrides(config)) or 'as in the file'}"
     plan = found[0].division.plan
-    kept_share = assumed.kept_share if config.algorithm.dynamic_sampling else 1.0
+    workload = assumed.workload(plan)
     yield (
-        f"  assumed: lengths log-normal with mean {plan.workload.mean_response:,.0f} and spread {assumed.spread:.3g}, "
-        f"{kept_share:.0%} of the groups kept, {assumed.num_steps} steps simulated"
+        f"  assumed: lengths log-normal with mean {workload.mean_length:,.0f} and spread {workload.spread:.3g}, "
+        f"{workload.kept_share:.0%} of the groups kept, {assumed.num_steps} steps simulated"
     )
     yield from assumed_lines(plan)
 
 
-def slower_side_s(division: Division, kept_share: float) -> float:
+def slower_side_s(division: Division, assumed: Assumed) -> float:
     """Seconds of a step if trainer and engines never waited for each other and all places of engines were taken."""
     plan = division.plan
-    places = min(plan.generation.speed.places, plan.workload.config.rollout.fleet.requests_per_engine)
-    tokens = plan.workload.responses_per_step / kept_share * plan.workload.mean_response
-    return max(plan.time.total, tokens * plan.generation.speed.step_s(places) / (division.num_engines * places))
+    costs, workload = costs_of(plan, assumed), assumed.workload(plan)
+    tokens = plan.workload.responses_per_step / workload.kept_share * workload.mean_length
+    return max(plan.time.total, tokens / (division.num_engines * costs.speed.tokens_per_s))

@@ -92,12 +92,6 @@ class _Engine:
             return math.inf
         return self.clock + max(self.ends[0][0] - self.decoded, 0.0) * self.speed.step_s(self.num_running)
 
-    def serve(self, clock: float, seconds: float) -> None:
-        """Get weights, which takes so long, and decode again."""
-        self.away_s += clock - self.left_at
-        self.clock = clock + seconds
-        self.away = self.is_outdated = False
-
 
 class SimulatedEngines(RolloutEngine):
     """Engines of one speed. A request goes to the least loaded engine, in the order of `generate`; `length_of` says how
@@ -119,7 +113,7 @@ class SimulatedEngines(RolloutEngine):
         self._engines = [_Engine(speed) for _ in range(num_engines)]
         self._next_ends = [math.inf] * num_engines
         self._room = [float(-speed.places)] * num_engines
-        self._failures = failures or FailureTimes(None, num_engines)
+        self._failures = failures or FailureTimes(num_engines)
         self._open: dict[int, _Work] = {}
         self._waiting: deque[_Work] = deque()
         self._is_training = False
@@ -131,9 +125,8 @@ class SimulatedEngines(RolloutEngine):
         self._start()
         return work
 
-    def give_up(self, work: Generation) -> None:
+    def give_up(self, work: _Work) -> None:
         """The request was cancelled."""
-        assert isinstance(work, _Work)
         del self._open[work.request.request_id]
         if work.number is not None:
             self._leave(work.number)
@@ -157,7 +150,11 @@ class SimulatedEngines(RolloutEngine):
                     f"each engine failed {_MOST_FAILURES} times and no response ended; give a lower "
                     "--engine-failures-per-hour, or a shorter --engine-restart-s"
                 )
-            self._send_to_outdated()
+            # The trainer waits, so engines that are back get its weights at once; the others go on.
+            for number, engine in enumerate(self._engines):
+                if engine.is_outdated:
+                    self._serve(number, self._failures.weights_s)
+                    self._start()
         if min(*self._next_ends, self._failures.next_at) <= until and (self._open or until < math.inf):
             self._next()
         elif until < math.inf:
@@ -256,7 +253,18 @@ class SimulatedEngines(RolloutEngine):
         _, request_id, work = heapq.heappop(engine.ends)
         self._leave(number)
         del self._open[request_id]
-        work.answer(_response(work))
+        if work.num_kept < work.length:
+            work.spans.append((work.version, work.length))
+        work.answer(
+            Response(
+                request_id=request_id,
+                token_ids=np.zeros(work.length, np.int32),
+                logprobs=np.zeros(work.length, np.float32),
+                finish_reason="stop",
+                weight_version=work.spans[0][0],
+                version_spans=tuple(work.spans),
+            )
+        )
         self._fruitless = 0
         self._start()
 
@@ -276,30 +284,10 @@ class SimulatedEngines(RolloutEngine):
         engine.away, engine.left_at = True, self.clock
         self._next_ends[number] = self._room[number] = math.inf
 
-    def _send_to_outdated(self) -> None:
-        """The trainer waits, so engines that are back get its weights at once; the others go on."""
-        for number, engine in enumerate(self._engines):
-            if engine.is_outdated:
-                self._serve(number, self._failures.weights_s)
-                self._start()
-
     def _serve(self, number: int, seconds: float) -> None:
+        """The engine gets weights, which takes so long, and decodes again."""
         engine = self._engines[number]
-        engine.serve(self.clock, seconds)
+        engine.away_s += self.clock - engine.left_at
+        engine.clock = self.clock + seconds
+        engine.away = engine.is_outdated = False
         self._room[number] = float(-engine.speed.places)
-
-
-def _response(work: _Work) -> Response:
-    """All tokens are 0."""
-    length = work.length
-    spans = tuple(work.spans)
-    if not spans or spans[-1][1] < length:
-        spans = (*spans, (work.version, length))
-    return Response(
-        request_id=work.request.request_id,
-        token_ids=np.zeros(length, np.int32),
-        logprobs=np.zeros(length, np.float32),
-        finish_reason="stop",
-        weight_version=spans[0][0],
-        version_spans=spans,
-    )

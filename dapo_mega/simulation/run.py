@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from dapo_mega.config import RunConfig
 from dapo_mega.metrics.timeline import Activity, StepTimeline
@@ -16,9 +17,9 @@ from dapo_mega.rewards import ComposedReward
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer, ScoringCounts
 from dapo_mega.simulation.engines import SimulatedEngines
-from dapo_mega.simulation.failures import Failures, FailureTimes
+from dapo_mega.simulation.failures import FailureTimes
 from dapo_mega.simulation.loop import VirtualTimeLoop
-from dapo_mega.types import GenerationRequest, Prompt, ScoredTrajectory, Trajectory
+from dapo_mega.types import Prompt, ScoredTrajectory, Trajectory
 
 _NUM_DRAWS = 1 << 16
 _NUM_PROMPTS = 10_000
@@ -85,21 +86,30 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
     warmup_steps = 3 + 2 * max_staleness
     # Responses are counted in pieces of so many tokens: nothing looks at single ones.
     piece = max(1.0, workload.mean_length / _MEAN_PIECES)
-    lengths = _Lengths(workload, config.rollout.max_response_tokens, piece)
+    lengths = _lengths(workload, config.rollout.max_response_tokens, piece)
     speed = replace(costs.speed, base_s=costs.speed.base_s * piece, per_response_s=costs.speed.per_response_s * piece)
-    engines = SimulatedEngines(costs.num_engines, speed, lengths.of, _failures(config, costs, workload.seed))
+    failures = FailureTimes(
+        costs.num_engines,
+        costs.failures_per_hour,
+        costs.restart_s,
+        costs.weights_s,
+        # An aborted call has answered with its part, which no failure takes back.
+        keeps_parts=config.weight_sync.pause == "abort",
+        seed=workload.seed,
+    )
+    engines = SimulatedEngines(costs.num_engines, speed, lambda r: lengths[r.request_id % _NUM_DRAWS], failures)
     config = config.model_copy(update={"num_steps": warmup_steps + num_steps + max_staleness + 1})
     prompts = [Prompt(i, "", np.array([i], np.int32), "") for i in range(_NUM_PROMPTS)]
     activity = Activity(lambda: engines.clock)
     collector = Collector(config, prompts, engines, _Scorer(config, workload), (), activity)
     timeline: list[StepTimeline] = []
-    started, waited, age, before_all = 0.0, 0.0, 0.0, _Engines()
+    started, waited, age, sums_before = 0.0, 0.0, 0.0, np.zeros(4)
     totals: Counter[str] = Counter()
     loop = VirtualTimeLoop(engines)
     try:
         for step in range(warmup_steps + num_steps):
             if step == warmup_steps:
-                started, before_all = engines.clock, _Engines.so_far(engines)
+                started, sums_before = engines.clock, _sums(engines)
                 totals.clear()
                 timeline.clear()
                 waited, age = 0.0, 0.0
@@ -110,10 +120,9 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
             totals["pieces"] += round(metrics.get("rollout/tokens", 0.0))
             totals["expired"] += round(metrics["rollout/groups_expired_in_flight"])
             totals["offered"] += round(metrics["groups/offered"])
-            ages = [
-                (int(name.rpartition("_")[2]), share) for name, share in metrics.items() if "token_share_age" in name
-            ]
-            age += sum(steps * share for steps, share in ages)
+            age += sum(
+                int(name.rpartition("_")[2]) * share for name, share in metrics.items() if "token_share_age" in name
+            )
             with activity.span("trainer", "update"):
                 loop.drive(engines.train(costs.training_s))
             with activity.span("trainer", "weight_sync"):
@@ -123,59 +132,34 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
         loop.shut()
     seconds = engines.clock - started
     pieces_per_s = costs.num_engines * speed.tokens_per_s
-    found = _Engines.so_far(engines)
-    num_lost = found.num_lost - before_all.num_lost
+    idle_s, away_s, num_failures, num_lost = (_sums(engines) - sums_before).tolist()
     return SimulatedRun(
         seconds_per_step=seconds / num_steps,
         bound_s=max(costs.training_s + costs.weights_s, totals["pieces"] / num_steps / pieces_per_s),
         waiting_share=waited / seconds,
-        idle_share=(found.idle_s - before_all.idle_s) / seconds,
+        idle_share=idle_s / seconds,
         expired_share=totals["expired"] / max(totals["expired"] + totals["offered"], 1),
         mean_age=age / num_steps,
-        num_failures=found.num_failures - before_all.num_failures,
-        away_share=(found.away_s - before_all.away_s) / seconds,
+        num_failures=round(num_failures),
+        away_share=away_s / seconds,
         lost_share=num_lost / max(num_lost + totals["pieces"], 1),
         timeline=timeline,
     )
 
 
-@dataclass(frozen=True)
-class _Engines:
-    """Sums of a simulation's engines so far; seconds are of one engine on average."""
-
-    idle_s: float = 0.0
-    away_s: float = 0.0
-    num_failures: int = 0
-    num_lost: int = 0
-
-    @classmethod
-    def so_far(cls, engines: SimulatedEngines) -> _Engines:
-        clock = engines.clock
-        idle_s, away_s = engines.idle_share() * clock, engines.away_share() * clock
-        return cls(idle_s, away_s, engines.num_failures, engines.num_lost)
+def _sums(engines: SimulatedEngines) -> npt.NDArray[np.float64]:
+    """[4] so far: seconds idle and seconds away of one engine on average, failures, and lost tokens."""
+    idle_s, away_s = engines.idle_share() * engines.clock, engines.away_share() * engines.clock
+    return np.array([idle_s, away_s, engines.num_failures, engines.num_lost])
 
 
-def _failures(config: RunConfig, costs: Costs, seed: int) -> FailureTimes | None:
-    """An aborted call has answered with its part, which no failure takes back."""
-    if not costs.failures_per_hour:
-        return None
-    keeps_parts = config.weight_sync.pause == "abort"
-    failures = Failures(costs.failures_per_hour, costs.restart_s, costs.weights_s, keeps_parts, seed)
-    return FailureTimes(failures, costs.num_engines)
-
-
-class _Lengths:
-    """Draws the length of every request's response, in pieces of `piece` tokens."""
-
-    def __init__(self, workload: Workload, longest: int, piece: float) -> None:
-        draws = np.random.default_rng(workload.seed).standard_normal(_NUM_DRAWS)
-        scale = math.log(workload.mean_length) - workload.spread**2 / 2
-        tokens = np.clip(np.exp(scale + workload.spread * draws), 1, longest)
-        self._lengths = np.ceil(tokens / piece).astype(int).tolist()
-
-    def of(self, request: GenerationRequest) -> int:
-        length: int = self._lengths[request.request_id % _NUM_DRAWS]
-        return length
+def _lengths(workload: Workload, longest: int, piece: float) -> list[int]:
+    """Drawn lengths of responses, in pieces of `piece` tokens."""
+    draws = np.random.default_rng(workload.seed).standard_normal(_NUM_DRAWS)
+    scale = math.log(workload.mean_length) - workload.spread**2 / 2
+    tokens = np.clip(np.exp(scale + workload.spread * draws), 1, longest)
+    lengths: list[int] = np.ceil(tokens / piece).astype(int).tolist()
+    return lengths
 
 
 class _Scorer(ResponseScorer):

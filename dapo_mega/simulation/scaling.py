@@ -12,8 +12,8 @@ from dapo_mega.planning.divisions import Division, in_turns, machine_size, side_
 from dapo_mega.planning.estimate import Assumptions
 from dapo_mega.planning.report import seconds
 from dapo_mega.simulation.divisions import slower_side_s
-from dapo_mega.simulation.run import SimulatedRun, Workload
-from dapo_mega.simulation.schedules import Assumed, costs_of, simulated
+from dapo_mega.simulation.run import SimulatedRun
+from dapo_mega.simulation.schedules import Assumed, simulated
 
 if TYPE_CHECKING:
     from dapo_mega.models import Architecture
@@ -72,17 +72,20 @@ def scale(
     `algorithm.max_staleness` of the configuration or 1.
     """
     kept_share = assumed.kept_share if config.algorithm.dynamic_sampling else 1.0
-    workload = Workload(assumptions.mean_response, assumed.spread, kept_share)
     staleness = max(1, config.algorithm.max_staleness)
     for num_gpus in sizes:
         num_rounds = max(1.0, config.batch.groups_per_step / kept_share / config.generation_groups)
         turns = in_turns(config, arch, num_gpus, assumptions, num_rounds)
         best = min(turns, key=lambda division: division.seconds, default=None)
-        yield _point(num_gpus, FORMS[0], best, ("synchronous", 1), workload, assumed)
-        trainers = _trainer_sizes(num_gpus, assumptions)
-        split = side_by_side(config, arch, num_gpus, assumptions, num_rounds, trainers)
-        best = min(split, key=lambda division: slower_side_s(division, kept_share), default=None)
-        yield _point(num_gpus, FORMS[1], best, ("asynchronous", staleness), workload, assumed)
+        run = simulated(best.plan, ("synchronous", 1), assumed) if best else None
+        yield ScalingPoint(num_gpus, FORMS[0], best, run)
+        unit = machine_size(num_gpus, assumptions)
+        trainers = {max(1, round(num_gpus * share / unit)) * unit for share in _TRAINER_SHARES}
+        whole = sorted(size for size in trainers if size < num_gpus)
+        split = side_by_side(config, arch, num_gpus, assumptions, num_rounds, whole)
+        best = min(split, key=lambda division: slower_side_s(division, assumed), default=None)
+        run = simulated(best.plan, ("asynchronous", staleness), assumed) if best else None
+        yield ScalingPoint(num_gpus, FORMS[1], best, run)
 
 
 def scaling_lines(points: Sequence[ScalingPoint], config: RunConfig) -> Iterator[str]:
@@ -117,25 +120,3 @@ def _cells(point: ScalingPoint, best: float) -> str:
         f"pipeline {parallel.pipeline}, context {parallel.context}, data {placement.data_size}: "
         f"{seconds(plan.time.total)} s"
     )
-
-
-def _point(
-    num_gpus: int,
-    form: str,
-    division: Division | None,
-    schedule: tuple[str, int],
-    workload: Workload,
-    assumed: Assumed,
-) -> ScalingPoint:
-    if division is None:
-        return ScalingPoint(num_gpus, form, None, None)
-    costs = costs_of(division.plan, assumed)
-    run = simulated(division.plan.workload.config, schedule, workload, costs, assumed.num_steps)
-    return ScalingPoint(num_gpus, form, division, run)
-
-
-def _trainer_sizes(num_gpus: int, assumptions: Assumptions) -> list[int]:
-    """Numbers of whole machines at about some shares of all."""
-    unit = machine_size(num_gpus, assumptions)
-    sizes = {max(1, round(num_gpus * share / unit)) * unit for share in _TRAINER_SHARES}
-    return sorted(size for size in sizes if size < num_gpus)

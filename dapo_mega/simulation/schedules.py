@@ -35,62 +35,64 @@ class Assumed:
     failures_per_hour: float = 0.0
     restart_s: float = 300.0
 
+    def workload(self, plan: Estimate) -> Workload:
+        """What the planned run generates."""
+        is_filtered = plan.workload.config.algorithm.dynamic_sampling
+        return Workload(plan.workload.mean_response, self.spread, self.kept_share if is_filtered else 1.0)
+
 
 def simulated_lines(plan: Estimate, assumed: Assumed, timelines: Path | None = None) -> Iterator[str]:
     """A table of the schedules of the planned run. Raises InputError for a run without engines of their own.
 
     With `timelines` each schedule gets a folder there, with a timeline as a run has it.
     """
-    config = plan.workload.config
-    kept_share = assumed.kept_share if config.algorithm.dynamic_sampling else 1.0
-    _check_engines(plan)
-    costs, workload = costs_of(plan, assumed), Workload(plan.workload.mean_response, assumed.spread, kept_share)
+    placement = plan.workload.config.rollout.placement
+    if placement != "fleet":
+        raise InputError(
+            f"--simulate compares when a fleet's engines and the trainer work, and rollout.placement={placement} lets "
+            "them take turns; add rollout.placement=fleet rollout.fleet.rendezvous=HOST:PORT"
+        )
+    if not plan.engine_fits or not plan.generation.rows:
+        raise InputError("--simulate needs engines that fit; the plan without it says what they lack")
+    costs, workload = costs_of(plan, assumed), assumed.workload(plan)
+    fails = costs.failures_per_hour > 0
+    about_failures = (
+        f"; each engine fails {costs.failures_per_hour:g} times an hour (--engine-failures-per-hour) and answers again "
+        f"after {seconds(costs.restart_s)} s (--engine-restart-s)"
+    )
     yield (
         f"simulated, {assumed.num_steps} steps of each schedule: {costs.num_engines} engines, each at most "
         f"{costs.speed.places} responses at once and then {costs.speed.tokens_per_s:,.0f} tokens/s; training "
         f"{seconds(costs.training_s)} s and weights {seconds(costs.weights_s)} s a step; lengths log-normal with "
         f"mean {workload.mean_length:,.0f} and spread {workload.spread:.3g} (--length-spread), "
-        f"{workload.kept_share:.0%} of the groups kept (--kept-share)" + _about_failures(costs)
+        f"{workload.kept_share:.0%} of the groups kept (--kept-share)" + about_failures * fails
     )
-    columns = _COLUMNS + (_COLUMNS_OF_FAILURES if costs.failures_per_hour else ())
+    columns = _COLUMNS + _COLUMNS_OF_FAILURES * fails
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     for schedule, max_staleness in SCHEDULES:
-        found = simulated(config, (schedule, max_staleness), workload, costs, assumed.num_steps)
+        found = simulated(plan, (schedule, max_staleness), assumed)
         if timelines:
             write_timeline(timelines / f"{schedule}_{max_staleness}", found.timeline)
-        cells = _cells(found) + (_cells_of_failures(found) if costs.failures_per_hour else "")
-        yield f"| {schedule} | {max_staleness} | {cells} |"
+        yield f"| {schedule} | {max_staleness} | {_cells(found, fails)} |"
     if timelines:
         yield f"timelines: dapo-mega plot {timelines}/SCHEDULE --timeline"
 
 
-def _cells(found: SimulatedRun) -> str:
+def _cells(found: SimulatedRun, fails: bool) -> str:
+    of_failures = f" | {found.num_failures} | {found.away_share:.1%} | {found.lost_share:.1%}"
     return (
         f"{found.steps_per_hour:.2f} | {seconds(found.seconds_per_step)} | {found.share_of_bound:.0%} | "
         f"{found.waiting_share:.0%} | {found.idle_share:.0%} | {found.mean_age:.1f} | {found.expired_share:.0%}"
-    )
+    ) + of_failures * fails
 
 
-def _cells_of_failures(found: SimulatedRun) -> str:
-    return f" | {found.num_failures} | {found.away_share:.1%} | {found.lost_share:.1%}"
-
-
-def _about_failures(costs: Costs) -> str:
-    if not costs.failures_per_hour:
-        return ""
-    return (
-        f"; each engine fails {costs.failures_per_hour:g} times an hour (--engine-failures-per-hour) and answers again "
-        f"after {seconds(costs.restart_s)} s (--engine-restart-s)"
-    )
-
-
-def simulated(
-    config: RunConfig, schedule: tuple[str, int], workload: Workload, costs: Costs, num_steps: int
-) -> SimulatedRun:
-    """The run in a schedule with its `algorithm.max_staleness`. Raises InputError if no step gets its groups."""
+def simulated(plan: Estimate, schedule: tuple[str, int], assumed: Assumed) -> SimulatedRun:
+    """The planned run in a schedule with its `algorithm.max_staleness`. Raises InputError if no step gets its
+    groups."""
+    config, workload = plan.workload.config, assumed.workload(plan)
     try:
-        return simulate(_scheduled(config, *schedule), workload, costs, num_steps)
+        return simulate(_scheduled(config, *schedule), workload, costs_of(plan, assumed), assumed.num_steps)
     except StarvedError as error:
         raise InputError(
             f"algorithm.max_generation_rounds={config.algorithm.max_generation_rounds} rounds of "
@@ -110,17 +112,6 @@ def costs_of(plan: Estimate, assumed: Assumed) -> Costs:
         failures_per_hour=assumed.failures_per_hour,
         restart_s=assumed.restart_s,
     )
-
-
-def _check_engines(plan: Estimate) -> None:
-    placement = plan.workload.config.rollout.placement
-    if placement != "fleet":
-        raise InputError(
-            f"--simulate compares when a fleet's engines and the trainer work, and rollout.placement={placement} lets "
-            "them take turns; add rollout.placement=fleet rollout.fleet.rendezvous=HOST:PORT"
-        )
-    if not plan.engine_fits or not plan.generation.rows:
-        raise InputError("--simulate needs engines that fit; the plan without it says what they lack")
 
 
 def _scheduled(config: RunConfig, schedule: str, max_staleness: int) -> RunConfig:

@@ -29,7 +29,7 @@ from dapo_mega.environments.base import Environment
 from dapo_mega.environments.build import make_environment, try_environment
 from dapo_mega.environments.turns import task_of
 from dapo_mega.errors import InputError
-from dapo_mega.evaluation.evaluator import Evaluator, make_evaluator
+from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.megatron.layer_specs import check_compute
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.metrics import Histogram, MetricsWriter, ProgressDisplay, StageTimers
@@ -203,7 +203,7 @@ def build_run(
     prompts = inputs.train_prompts.prompts
     evaluator = beside = None
     if inputs.evaluation_prompts:
-        evaluator = make_evaluator(
+        evaluator = Evaluator(
             config, inputs.evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, environment.apart()
         )
         if config.evaluation.beside_training:

@@ -147,7 +147,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
             torch.set_num_threads(config.threads_per_process)
         self.policy, self.reference, self.critic = build_models(config, processes)
         if with_engines and config.rollout.placement == "embedded" and processes.is_leader:
-            self.engine = EmbeddedEngine.from_config(
+            self.engine = EmbeddedEngine(
                 config.model.path,
                 torch.bfloat16 if config.engine_dtype == "bf16" else torch.float32,
                 max_batch_rows=config.rollout.max_batch_rows,

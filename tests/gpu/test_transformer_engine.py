@@ -170,7 +170,7 @@ def test_the_embedded_engine_on_the_gpu_agrees_with_the_policy(model_path, proce
     from dapo_mega.types import GenerationRequest, SamplingParams
 
     subject = device_policy(model_path, processes, "auto")
-    engine = EmbeddedEngine.from_config(model_path, torch.bfloat16, device=processes.device)
+    engine = EmbeddedEngine(model_path, torch.bfloat16, device=processes.device)
     engine.load_weights(subject.weights(1 << 20), 0)
     prompt = make_samples(1)[0].token_ids[:5].numpy()
     sampling = SamplingParams(max_new_tokens=32)

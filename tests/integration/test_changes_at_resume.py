@@ -239,17 +239,18 @@ class Large(Game):
 class Once(Game):
     tried = set()
     def reset(self, task, seed):
-        if seed not in self.tried:
-            self.tried.add(seed)
-            raise OSError("not at first")
-
-class Some(Game):
-    def reset(self, task, seed):
         self.seed = seed
     def step(self, action):
-        if self.seed % 3 == 0:
-            raise OSError("not this one")
+        if action["turn"] and self.seed not in self.tried:
+            self.tried.add(self.seed)
+            raise OSError("not at first")
         return super().step(action)
+
+class Some(Once):
+    def step(self, action):
+        if action["turn"] and self.seed % 3 == 0:
+            raise OSError("not this one")
+        return Game.step(self, action)
 
 def order(prompts, epoch, seed, scale):
     return sorted(range(len(prompts)), key=lambda i: (i * (scale + epoch + 5)) % 13)

@@ -110,7 +110,7 @@ def test_biases_stay_as_they_are_where_they_are_not_trained(checkpoint, processe
 def test_policy_and_engine_keep_biases_in_float32_beside_bf16_weights(checkpoint, processes):
     policy = make_policy(checkpoint, processes, TRAINED, dtype="bf16")
     update(policy, make_samples(4))
-    engine = EmbeddedEngine.from_config(checkpoint, torch.bfloat16)
+    engine = EmbeddedEngine(checkpoint, torch.bfloat16)
     engine.load_weights(policy.weights(1 << 12), 0)
     given, in_engine = exported(policy), biases(engine._model.named_buffers())
     assert given.keys() == in_engine.keys()
@@ -129,7 +129,7 @@ def test_a_bias_is_trained_only_where_the_family_stores_it(tmp_path, checkpoint)
 
 
 def test_a_bf16_engine_decodes_from_its_cache_as_in_a_full_forward(checkpoint):
-    engine = EmbeddedEngine.from_config(checkpoint, torch.bfloat16)
+    engine = EmbeddedEngine(checkpoint, torch.bfloat16)
     engine.load_weights([list(load_file(checkpoint / "model.safetensors").items())], 0)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     prompts = [sample.token_ids[: prompt_length(sample)].numpy() for sample in make_samples(4)]

@@ -151,7 +151,7 @@ def test_an_update_that_scores_itself_equals_one_after_scoring(tmp_path, process
 @pytest.mark.parametrize("kind", FAMILY_MODELS)
 def test_the_engine_agrees_with_the_policy_whose_weights_it_was_given(checkpoints, processes, kind):
     policy = make_policy(checkpoints[kind], processes)
-    engine = EmbeddedEngine.from_config(checkpoints[kind], torch.float32)
+    engine = EmbeddedEngine(checkpoints[kind], torch.float32)
     engine.load_weights(policy.weights(1 << 12), 0)
     prompt = make_samples(1)[0].token_ids[:5].numpy()
     requests = [GenerationRequest(i, prompt, i, SamplingParams(max_new_tokens=24)) for i in range(6)]

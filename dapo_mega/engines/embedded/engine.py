@@ -28,45 +28,37 @@ class EmbeddedEngine:
     """
 
     def __init__(
-        self, model: PreTrainedModel, max_batch_rows: int = 512, check_stop: Callable[[], None] = lambda: None
-    ) -> None:
-        """Own `model`, whose weights count as not loaded until `load_weights`. At most `max_batch_rows` responses are
-        decoded at once. `check_stop` is called before every token and may raise StopRequested."""
-        if max_batch_rows < 1:
-            raise ValueError(f"max_batch_rows={max_batch_rows}; use 1 or more")
-        layer_types = set(model.config.get_text_config().to_dict().get("layer_types") or ())
-        if unsupported := layer_types - {"full_attention", "sliding_attention"}:
-            raise ValueError(f"the embedded engine cannot cache layers of type {sorted(unsupported)}")
-        self._model: PreTrainedModel | None = model.eval().requires_grad_(False)
-        use_grouped_decode_attention(model)
-        self._max_batch_rows = max_batch_rows
-        self._check_stop = check_stop
-        self._weight_version = -1
-        self._refusal = "no weights have been loaded; call load_weights first"
-
-    @classmethod
-    def from_config(
-        cls,
+        self,
         config: str | Path | Any,
         dtype: torch.dtype = torch.float32,
         max_batch_rows: int = 512,
         device: torch.device | str = "cpu",
         check_stop: Callable[[], None] = lambda: None,
-    ) -> EmbeddedEngine:
-        """An engine on `device` with the architecture of `config` (a Hugging Face folder or configuration object) and
-        uninitialised weights."""
+    ) -> None:
+        """The architecture of `config` (a Hugging Face folder or configuration object), without weights until
+        `load_weights`: `weight_version` is -1 before the first and after a failed one. At most `max_batch_rows`
+        responses are decoded at once. `check_stop` is called before every token and may raise StopRequested."""
+        if max_batch_rows < 1:
+            raise ValueError(f"max_batch_rows={max_batch_rows}; use 1 or more")
         if isinstance(config, str | Path):
             config = AutoConfig.from_pretrained(config)
+        layer_types = set(config.get_text_config().to_dict().get("layer_types") or ())
+        if unsupported := layer_types - {"full_attention", "sliding_attention"}:
+            raise ValueError(f"the embedded engine cannot cache layers of type {sorted(unsupported)}")
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.tie_weights()  # Skipped together with the initialisation.
-        _keep_in_float32(model)
-        return cls(model.to(device), max_batch_rows, check_stop)
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights in use; -1 before the first and after a failed `load_weights`."""
-        return self._weight_version
+        # Loading with `from_pretrained` leaves some tensors in float32, such as routing biases.
+        kept = tuple(model._keep_in_fp32_modules_strict or ())
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if kept and name.endswith(kept):
+                tensor.data = tensor.data.float()
+        self._model: PreTrainedModel | None = model.to(device).eval().requires_grad_(False)
+        use_grouped_decode_attention(model)
+        self._max_batch_rows = max_batch_rows
+        self._check_stop = check_stop
+        self.weight_version = -1
+        self._refusal = "no weights have been loaded; call load_weights first"
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Response | GenerationFailure]:
@@ -77,7 +69,7 @@ class EmbeddedEngine:
         model's logits are not finite. Raises ValueError, before anything runs, that names the requests that the model
         cannot serve.
         """
-        if self._weight_version < 0:
+        if self.weight_version < 0:
             raise RuntimeError(f"the embedded engine cannot generate: {self._refusal}")
         assert self._model is not None
         _check(requests, self._model.config.get_text_config())
@@ -87,9 +79,10 @@ class EmbeddedEngine:
             for index, tokens, logprobs, stopped in batch.decode(self._check_stop):
                 request_id = requests[index].request_id
                 finish: FinishReason = "stop" if stopped else "length"
-                responses[index] = Response(request_id, tokens, logprobs, finish, self._weight_version)
+                responses[index] = Response(request_id, tokens, logprobs, finish, self.weight_version)
         return [responses[index] for index in range(len(requests))]
 
+    @torch.no_grad()
     def load_weights(self, buckets: Iterable[NamedTensors], version: int) -> None:
         """Copy the streamed tensors into the model in place, and set `version` once the stream has ended.
 
@@ -101,7 +94,7 @@ class EmbeddedEngine:
         assert version >= 0
         if self._model is None:
             raise RuntimeError("the embedded engine is closed")
-        self._weight_version = -1
+        self.weight_version = -1
         self._refusal = f"loading of weight version {version} did not complete; call load_weights again"
         targets = _targets(self._model)
         given: set[str] = set()
@@ -111,16 +104,19 @@ class EmbeddedEngine:
                 if name in given:
                     raise ValueError(f"weight {name!r} was given twice")
                 target = _matching_target(targets, name, tensor)
-                _fill(target, tensor, name, is_filled=id(target) in filled)
+                if id(target) not in filled:
+                    target.copy_(tensor)
+                elif not torch.equal(target, tensor.to(target)):
+                    raise ValueError(f"weight {name!r} differs from the one that the model ties it to")
                 given.add(name)
                 filled.add(id(target))
         if missing := [name for name, target in targets.items() if id(target) not in filled]:
             raise ValueError(f"{len(missing)} of {len(targets)} weights were not given: {', '.join(missing[:8])}")
-        self._weight_version = version
+        self.weight_version = version
 
     def close(self) -> None:
         """Free the model; the engine cannot be used afterwards."""
-        self._weight_version = -1
+        self.weight_version = -1
         self._refusal = "it is closed"
         self._model = None
 
@@ -144,15 +140,6 @@ def _check(requests: Sequence[GenerationRequest], config: Any) -> None:
         raise ValueError(f"requests cannot be served, with {listed}")
 
 
-def _keep_in_float32(model: PreTrainedModel) -> None:
-    """Tensors that loading with `from_pretrained` leaves in float32, such as routing biases."""
-    kept = tuple(model._keep_in_fp32_modules_strict or ())
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if kept and name.endswith(kept):
-            tensor.data = tensor.data.float()
-
-
-@torch.no_grad()
 def _targets(model: PreTrainedModel) -> dict[str, Tensor]:
     """The model's tensors by their names on disk; transformers' two stacked tensors per layer are split into
     experts."""
@@ -176,14 +163,6 @@ def _matching_target(targets: dict[str, Tensor], name: str, tensor: Tensor) -> T
     if tensor.is_floating_point() != target.is_floating_point():
         raise ValueError(f"weight {name!r} has dtype {tensor.dtype}, which does not cast to {target.dtype}")
     return target
-
-
-@torch.no_grad()
-def _fill(target: Tensor, tensor: Tensor, name: str, is_filled: bool) -> None:
-    if not is_filled:
-        target.copy_(tensor)
-    elif not torch.equal(target, tensor.to(target)):
-        raise ValueError(f"weight {name!r} differs from the one that the model ties it to")
 
 
 def _chunks(requests: Sequence[GenerationRequest], max_rows: int) -> Iterator[list[int]]:

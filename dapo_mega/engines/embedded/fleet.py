@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 from dapo_mega.engines.lockstep import LockstepLoop
-from dapo_mega.engines.protocol import Generation, RolloutEngine, RolloutFleet
+from dapo_mega.engines.protocol import Generation, RolloutFleet
 from dapo_mega.metrics.timeline import Load, LoadHistory
 from dapo_mega.types import Answer, GenerationRequest
 
@@ -28,21 +28,27 @@ class Answering(Protocol):
         """One answer per request, in the order given."""
 
 
-class EmbeddedTurns(RolloutEngine):
+class EmbeddedFleet(RolloutFleet):
     """Requests that are open at the same time are answered together, in the order in which they were asked."""
 
-    def __init__(self, engine: Answering, check_stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        engine: Answering,
+        check_stop: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`check_stop` is called while the loop waits for what runs beside it, such as scoring, and may raise
         StopRequested."""
         self.engine = engine
         self._asked: list[Generation] = []
         self._loop = LockstepLoop(self._step, check_stop)
+        self._clock = clock
+        self._load = LoadHistory(clock())
 
     def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutEngine`. Nothing is generated yet."""
-        generation = _Embedded(request, self._loop, self)
-        self._asked.append(generation)
-        return generation
+        self._asked.append(_Embedded(request, self._loop, self.engine))
+        return self._asked[-1]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.drive(work)
@@ -54,33 +60,14 @@ class EmbeddedTurns(RolloutEngine):
     def _step(self) -> bool:
         """Answer all that was asked."""
         asked, self._asked = [generation for generation in self._asked if not generation.done()], []
-        if asked:
-            for generation, answer in zip(asked, self._answered([g.request for g in asked]), strict=True):
-                generation.answer(answer)
-        return bool(asked)
-
-    def _answered(self, requests: Sequence[GenerationRequest]) -> Sequence[Answer]:
-        return self.engine.generate(requests)
-
-
-class EmbeddedFleet(EmbeddedTurns, RolloutFleet):
-    """The engines of all replicas; on rank 0 only."""
-
-    def __init__(
-        self,
-        engine: Answering,
-        check_stop: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(engine, check_stop)
-        self._clock = clock
-        self._load = LoadHistory(clock())
-
-    def _answered(self, requests: Sequence[GenerationRequest]) -> Sequence[Answer]:
-        self._load.change(self._clock(), len(requests))
-        answers = super()._answered(requests)
-        self._load.change(self._clock(), -len(requests))
-        return answers
+        if not asked:
+            return False
+        self._load.change(self._clock(), len(asked))
+        answers = self.engine.generate([generation.request for generation in asked])
+        self._load.change(self._clock(), -len(asked))
+        for generation, answer in zip(asked, answers, strict=True):
+            generation.answer(answer)
+        return True
 
     def pop_loads(self) -> Mapping[str, Sequence[Load]]:
         """See `RolloutFleet`: all engines together, which answer their requests at once."""
@@ -90,12 +77,12 @@ class EmbeddedFleet(EmbeddedTurns, RolloutFleet):
 class _Embedded(Generation):
     """Its first token is sampled with the weights that the engine has when everybody waits."""
 
-    def __init__(self, request: GenerationRequest, loop: LockstepLoop, turns: EmbeddedTurns) -> None:
+    def __init__(self, request: GenerationRequest, loop: LockstepLoop, engine: Answering) -> None:
         super().__init__(request, loop)
-        self._turns = turns
+        self._engine = engine
 
     def oldest_version(self) -> int:
-        return self._turns.engine.weight_version
+        return self._engine.weight_version
 
 
 def split(requests: Sequence[GenerationRequest], num_parts: int) -> list[list[GenerationRequest]]:

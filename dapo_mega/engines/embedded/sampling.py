@@ -34,7 +34,12 @@ def sample_tokens(
     takes the most probable token, with its log-prob at temperature 1. `top_k` 0 means no limit; `top_p` is the share of
     the top-k's mass. Raises FloatingPointError for logits that define no distribution (NaN, +inf, all -inf).
     """
-    _check_parameters(temperature, top_p, top_k)
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature}; use a positive one, or 0 for greedy")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} is not in (0, 1]")
+    if top_k < 0:
+        raise ValueError(f"top_k={top_k}; use a positive one, or 0 for no limit")
     num_tokens = logits.shape[-1]
     probs = torch.softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature == 0:
@@ -49,15 +54,6 @@ def sample_tokens(
         rows = (~(drawn > 0)).nonzero().flatten().tolist()
         raise FloatingPointError(f"logits of rows {rows[:8]} define no distribution: NaN, +inf or all -inf")
     return tokens.squeeze(1), drawn.log()
-
-
-def _check_parameters(temperature: float, top_p: float, top_k: int) -> None:
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature}; use a positive one, or 0 for greedy")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} is not in (0, 1]")
-    if top_k < 0:
-        raise ValueError(f"top_k={top_k}; use a positive one, or 0 for no limit")
 
 
 def _filter(probs: Tensor, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:

@@ -6,30 +6,28 @@ import time
 from collections.abc import Mapping
 
 from dapo_mega.config import FleetConfig
-from dapo_mega.engines.sglang.health import EngineHealth
+from dapo_mega.engines.sglang.health import Watch
 from dapo_mega.engines.sglang.membership import PRESENT, Member
 
-_START = "start engines with launch/serve_rollouts.py"
 
-
-def describe_absences(members: Mapping[str, Member], health: Mapping[str, EngineHealth]) -> str:
-    """All engines that cannot be used now, each with its state."""
+def describe_absences(
+    members: Mapping[str, Member], health: Mapping[str, Watch], fleet: FleetConfig
+) -> tuple[str, str]:
+    """All engines that cannot be used now, each with its state, and what the user can do to get them."""
     missing = [
         f"{url} since {_clock(member.missing_since)}: {_state(member, health[url])}"
         for url, member in members.items()
         if member.state not in PRESENT
     ]
-    return "; ".join(missing) or ("no others are known" if members else "none is known")
-
-
-def advise(members: Mapping[str, Member], health: Mapping[str, EngineHealth], fleet: FleetConfig) -> str:
-    """What the user can do to get the missing engines."""
     states = {health[url].state for url, member in members.items() if member.state not in PRESENT}
     advice = []
     if len(members) < fleet.min_engines:
         address = f" --rendezvous {fleet.rendezvous} and this run's API key" if fleet.rendezvous else ""
         where = "" if fleet.rendezvous else " and name them in rollout.fleet.urls"
-        advice.append(f"{_START}{address}{where}, or lower rollout.fleet.min_engines={fleet.min_engines}")
+        advice.append(
+            f"start engines with launch/serve_rollouts.py{address}{where}, or lower rollout.fleet.min_engines="
+            f"{fleet.min_engines}"
+        )
     if "dead" in states:
         advice.append("restart the dead engines (launch/serve_rollouts.py does so by itself)")
     if "hung" in states:
@@ -39,10 +37,11 @@ def advise(members: Mapping[str, Member], health: Mapping[str, EngineHealth], fl
         )
     if any(member.state == "refused" for member in members.values()):
         advice.append("correct the refused engines and restart them")
-    return "; ".join(advice) or "wait until they have started"
+    described = "; ".join(missing) or ("no others are known" if members else "none is known")
+    return described, "; ".join(advice) or "wait until they have started"
 
 
-def _state(member: Member, health: EngineHealth) -> str:
+def _state(member: Member, health: Watch) -> str:
     if member.state == "refused":
         return f"refused, {member.reason}"
     match health.state:

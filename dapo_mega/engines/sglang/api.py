@@ -57,13 +57,14 @@ def generate_payload(request: GenerationRequest, parts: Sequence[Completion], ri
     `input_ids` are an array [P]."""
     sampling = request.sampling
     prompt = np.concatenate([request.prompt_token_ids, tokens_of(parts)]) if parts else request.prompt_token_ids
+    seed = hashlib.blake2b(str(request.seed).encode(), digest_size=8)
     parameters: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or _ANY_TOKEN,
         "max_new_tokens": sampling.max_new_tokens - sum(len(part.token_ids) for part in parts),
         # Used only by servers with --enable-deterministic-inference.
-        "sampling_seed": _seed_of_63_bits(request.seed),
+        "sampling_seed": int.from_bytes(seed.digest(), "little") >> 1,  # 63 bits.
     }
     if sampling.stop_token_ids:
         parameters["stop_token_ids"] = list(sampling.stop_token_ids)
@@ -96,13 +97,7 @@ def parse_scores(body: Any, token_ids: TokenIds, versions: VersionRange) -> LogP
     output_ids, meta_info = _fields(body)
     _version_spans(meta_info, len(output_ids), versions)
     triples = meta_info.get("input_token_logprobs")
-    try:
-        ids = [triple[1] for triple in triples]  # type: ignore[union-attr]
-        values = _float32([triple[0] for triple in triples[1:]], or_null=True)  # type: ignore[index]
-    except (TypeError, ValueError, LookupError, OverflowError):
-        raise MalformedAnswer("logprobs", "it has no log-probs of its prompt") from None
-    if ids != token_ids.tolist():
-        raise MalformedAnswer("logprobs", "its prompt's log-probs are those of other tokens")
+    values = _float32(triples, token_ids.tolist(), "its prompt's log-probs", start=1, or_null=True)
     if np.isinf(values).any():
         raise MalformedAnswer("logprobs", "its prompt's log-probs are too large")
     return values
@@ -176,11 +171,6 @@ def unfit(request: GenerationRequest, vocab_size: int) -> str:
     return ""
 
 
-def _seed_of_63_bits(seed: int) -> int:
-    digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def _fields(body: Any) -> tuple[list[Any], dict[str, Any]]:
     if not isinstance(body, dict):
         raise MalformedAnswer("malformed", f"it is a {type(body).__name__} instead of one object")
@@ -203,12 +193,19 @@ def _token_ids(output_ids: list[Any], vocab_size: int) -> TokenIds:
     return token_ids.astype(np.int32)
 
 
-def _float32(numbers: list[Any], *, or_null: bool = False) -> LogProbs:
-    """The numbers [L], NaN for null and infinite beyond float32. Raises TypeError for other kinds, booleans and text
-    among them, and OverflowError beyond float64."""
-    if not (_NUMBERS_OR_NULL if or_null else _NUMBERS).issuperset(map(type, numbers)):
-        raise TypeError("not a number")
-    values = np.array(numbers, np.float64) if or_null else np.fromiter(numbers, np.float64, len(numbers))
+def _float32(triples: Any, token_ids: list[int], name: str, *, start: int = 0, or_null: bool = False) -> LogProbs:
+    """[L - start] of triples of log-prob, token id and text, from the one number `start` on; NaN for null and infinite
+    beyond float32. Raises MalformedAnswer for what is no number, booleans and text among them, and for other tokens."""
+    try:
+        numbers = [triple[0] for triple in triples[start:]]
+        if not (_NUMBERS_OR_NULL if or_null else _NUMBERS).issuperset(map(type, numbers)):
+            raise TypeError("not a number")
+        values = np.array(numbers, np.float64) if or_null else np.fromiter(numbers, np.float64, len(numbers))
+        ids = [triple[1] for triple in triples]
+    except (TypeError, ValueError, LookupError, OverflowError):
+        raise MalformedAnswer("logprobs", f"{name} are not triples of log-prob, token id and text") from None
+    if ids != token_ids:
+        raise MalformedAnswer("logprobs", f"{name} are those of other tokens")
     with np.errstate(over="ignore"):
         return values.astype(np.float32)
 
@@ -219,13 +216,7 @@ def _logprobs(meta_info: dict[str, Any], output_ids: list[int]) -> LogProbs:
     if not isinstance(triples, list) or len(triples) != len(output_ids):
         count = len(triples) if isinstance(triples, list) else "no"
         raise MalformedAnswer("logprobs", f"it has {count} log-probs for {len(output_ids)} tokens")
-    try:
-        values = _float32([triple[0] for triple in triples])
-        ids = [triple[1] for triple in triples]
-    except (TypeError, ValueError, LookupError, OverflowError):
-        raise MalformedAnswer("logprobs", "its log-probs are not triples of log-prob, token id and text") from None
-    if ids != output_ids:
-        raise MalformedAnswer("logprobs", "its log-probs are those of other tokens")
+    values = _float32(triples, output_ids, "its log-probs")
     if len(values) and not (values.min() > -np.inf and values.max() <= _MAX_ROUNDING):
         raise MalformedAnswer("logprobs", "its log-probs are missing, not finite or above 0")
     return np.minimum(values, np.float32(0.0))
@@ -264,7 +255,9 @@ def _version_spans(meta_info: dict[str, Any], length: int, allowed: VersionRange
         filled = [span for span in spans if span["end"] > span["start"]]
         if any(type(span[key]) is not int for span in filled for key in ("start", "end")):
             raise TypeError("not whole numbers")
-        ends = [(WeightVersion.parse(span["version"]), span["end"]) for span in filled]
+        ends = [(version, span["end"]) for span in filled if (version := WeightVersion.parse(span["version"]))]
+        if len(ends) < len(filled):
+            raise ValueError("no version")
         starts = [span["start"] for span in filled]
     except (TypeError, ValueError, LookupError):
         raise MalformedAnswer(
@@ -272,10 +265,7 @@ def _version_spans(meta_info: dict[str, Any], length: int, allowed: VersionRange
         ) from None
     if [*starts, length] != [0] + [end for _, end in ends]:
         raise MalformedAnswer("version", f"its weight_versions do not cover its {length} tokens")
-    checked: list[tuple[int, int]] = []
-    for version, end in ends:
-        if version is None:
-            raise MalformedAnswer("version", f"its weights are {str(spans)[:100]}, which are none that this run sent")
+    for version, _ in ends:
         if version not in allowed:
             raise MalformedAnswer(
                 "version",
@@ -283,5 +273,4 @@ def _version_spans(meta_info: dict[str, Any], length: int, allowed: VersionRange
                 f"{allowed.newest} of {allowed.run or 'this run'}",
                 version if version.run != allowed.run else None,
             )
-        checked.append((version.step, end))
-    return tuple(checked)
+    return tuple((version.step, end) for version, end in ends)

@@ -18,16 +18,24 @@ import hashlib
 import logging
 import os
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
+from typing import Literal, get_args
 
 from dapo_mega.engines.protocol import Generation
-from dapo_mega.engines.sglang.api import Completion, MalformedAnswer, generate_payload, joined, parse_answer, unfit
-from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
+from dapo_mega.engines.sglang.api import (
+    Completion,
+    Fault,
+    MalformedAnswer,
+    generate_payload,
+    joined,
+    parse_answer,
+    unfit,
+)
+from dapo_mega.engines.sglang.engine_client import CallFault, EngineClient, EngineError
 from dapo_mega.engines.sglang.engine_load import EngineLoad, load_metrics
 from dapo_mega.engines.sglang.prefix_routing import EngineRouter, EngineSlot
-from dapo_mega.engines.sglang.request_counters import Cause, End, RequestCounters
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.metrics.timeline import Load, LoadHistory
 from dapo_mega.metrics.timeline.load import segments_each
@@ -35,6 +43,16 @@ from dapo_mega.types import Answer, GenerationFailure, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+End = Literal["answered", "failed", "cancelled"]
+Cause = Literal[Fault, CallFault, "aborted"]
+"""Why a call did not answer its request."""
+
+_COUNTED = (
+    *("requests_submitted", *(f"requests_{end}" for end in get_args(End))),
+    # Calls that were given up: their engine left, or they were aborted and continue with new weights.
+    *("requests_moved", "requests_taken_back"),
+    *("failed_calls", *(f"failed_calls_{cause}" for cause in get_args(Cause))),
+)
 _WITHDRAWAL_S = 10.0
 
 
@@ -65,7 +83,11 @@ class _Request(Generation):
 
 
 class Dispatcher:
-    """Owns all requests between `generate` and their answer. Made and used on one running event loop."""
+    """Owns all requests between `generate` and their answer. Made and used on one running event loop.
+
+    `open` are the open requests by id. `counts` are those since the start: every submitted request is answered, failed,
+    cancelled or still open, and counted once.
+    """
 
     def __init__(
         self,
@@ -107,7 +129,9 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._aborts: set[asyncio.Task[None]] = set()
-        self.counters = RequestCounters[_Request]()
+        self.open: dict[int, _Request] = {}
+        self.counts: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
 
     # ---- engines ----
 
@@ -144,15 +168,17 @@ class Dispatcher:
         self._start_calls()
 
     def engines(self) -> list[EngineSlot]:
-        """The engines in use, to be looked at."""
         return list(self._slots.values())
 
     # ---- requests ----
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """Queue the request. One that must not be sent to an engine has its failure at once."""
-        work = _Request(request, self)
-        self.counters.submit(work)
+        """Queue the request. One that must not be sent to an engine has its failure at once. Raises ValueError if its
+        id is open already."""
+        if request.request_id in self.open:
+            raise ValueError(f"request {request.request_id} is in flight already; give every request its own id")
+        work = self.open[request.request_id] = _Request(request, self)
+        self.counts["requests_submitted"] += 1
         self._router.enter(work.prompt)
         if reason := unfit(request, self._vocab_size):
             self._fail(work, f"the request was not sent: {reason}")
@@ -170,8 +196,7 @@ class Dispatcher:
         self._end(work, "cancelled")
 
     def fail_all(self, reason: str) -> None:
-        """End all requests."""
-        for work in list(self.counters.open.values()):
+        for work in list(self.open.values()):
             self._interrupt(work)
             self._fail(work, reason)
 
@@ -201,12 +226,14 @@ class Dispatcher:
             self._take_back()
 
     def pop_metrics(self) -> dict[str, float]:
-        """The counters and the engines' load since the last call, and the requests in attempt and waiting now."""
+        """The counts and the engines' load since the last call, and the requests in attempt and waiting now."""
+        reported, self._reported = self._reported, self.counts.copy()
         return {
-            **self.counters.pop_metrics(),
+            **{f"rollout/{name}": float(self.counts[name] - reported[name]) for name in _COUNTED},
             **load_metrics((slot.load for slot in self._slots.values()), self._loop.time()),
             "rollout/requests_in_flight": float(len(self._calls)),
-            "rollout/requests_waiting": float(len(self.counters.open) - len(self._calls)),
+            "rollout/requests_waiting": float(len(self.open) - len(self._calls)),
+            "rollout/requests_open": float(len(self.open)),
         }
 
     def pop_loads(self) -> dict[str, list[Load]]:
@@ -220,7 +247,7 @@ class Dispatcher:
     async def close(self) -> None:
         """Cancel all requests, without a word to the engines."""
         self._is_held = True
-        works = list(self.counters.open.values())
+        works = list(self.open.values())
         tasks = [*self._aborts, *(work.task for work in works if work.task)]
         for task in self._aborts:
             task.cancel()
@@ -248,7 +275,7 @@ class Dispatcher:
             del self._waiting[work]
             self._calls[work] = slot
             self._idle.clear()
-            self._router.assign(work.prompt, slot)
+            self._router.holders[work.prompt] = slot.url
             slot.change_calls(1, now)
             if not self._router.has_room(slot, now):
                 free.remove(slot)
@@ -294,7 +321,7 @@ class Dispatcher:
                 self._end(work, "answered", joined(work.request.request_id, work.parts))
                 return
             if self._is_held or self._slots.get(slot.url) is not slot:
-                self.counters.given_up("taken_back")
+                self.counts["requests_taken_back"] += 1
                 self._wait_first(work)
                 return
             cause, reason = "aborted", f"{slot.url}: the engine aborted it"
@@ -303,7 +330,8 @@ class Dispatcher:
             cause, reason = outcome.fault, str(outcome)
             if isinstance(outcome, MalformedAnswer):
                 reason = f"{slot.url}: unusable answer: {reason}"
-        self.counters.call_failed(cause)
+        self.counts["failed_calls"] += 1
+        self.counts[f"failed_calls_{cause}"] += 1
         work.avoided_url = slot.url
         if cause != "unreachable":  # Nothing was sent then, so it does not count as an attempt.
             work.num_failures += 1
@@ -347,7 +375,7 @@ class Dispatcher:
             self._interrupt(work)
             if not has_left:
                 self._abort(at, work.rid)
-            self.counters.given_up("moved" if has_left else "taken_back")
+            self.counts["requests_moved" if has_left else "requests_taken_back"] += 1
             self._wait_first(work)
         return len(calls)
 
@@ -386,7 +414,9 @@ class Dispatcher:
         self._end(work, "failed", GenerationFailure(work.request.request_id, reason))
 
     def _end(self, work: _Request, end: End, answer: Answer | None = None) -> None:
-        self.counters.close(work, end)
+        ended = self.open.pop(work.request.request_id, None)
+        assert ended is work, f"request {work.request.request_id} ended twice"
+        self.counts[f"requests_{end}"] += 1
         self._waiting.pop(work, None)
         self._router.leave(work.prompt)
         if answer:

@@ -176,7 +176,6 @@ class EngineClient:
         await self._request("POST", "/pause_generation", {"mode": mode}, self._timeout_s)
 
     async def resume(self, timeout_s: float = _SHORT_TIMEOUT_S) -> None:
-        """Generate again."""
         await self._request("POST", "/continue_generation", {}, timeout_s)
 
     async def flush_cache(self, wait_s: float = 0.0) -> None:
@@ -254,13 +253,14 @@ class EngineClient:
         """Name the engine's weights, which stay as they are."""
         await self._command("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
-    async def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Free the memory of `tags` (weights, kv_cache, cuda_graph), or all memory; the engine must be idle."""
-        await self._request("POST", "/release_memory_occupation", _tagged(tags), self._timeout_s)
+    async def release_memory(self) -> None:
+        """Free all memory; the engine must be idle."""
+        await self._request("POST", "/release_memory_occupation", {}, self._timeout_s)
 
-    async def resume_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate again what `release_memory` freed; a server that has freed nothing dies."""
-        await self._request("POST", "/resume_memory_occupation", _tagged(tags), self._timeout_s)
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Allocate again `tags` (weights, kv_cache, cuda_graph) of what `release_memory` freed; a server that has freed
+        nothing dies."""
+        await self._request("POST", "/resume_memory_occupation", {"tags": list(tags)}, self._timeout_s)
 
     async def close(self) -> None:
         if self._caller:
@@ -340,10 +340,6 @@ class EngineClient:
                 self._caller = Caller(self.url, self._headers, _CONNECT_TIMEOUT_S)
             async with asyncio.timeout(timeout_s):
                 return await self._caller.call(method, path, body, read)
-
-
-def _tagged(tags: Sequence[str] | None) -> dict[str, Any]:
-    return {} if tags is None else {"tags": list(tags)}
 
 
 async def _excerpt(message: RawResponseMessage, content: aiohttp.StreamReader) -> str:

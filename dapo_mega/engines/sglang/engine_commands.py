@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from dapo_mega.atomic_files import read_json_object
-from dapo_mega.errors import InputError
+from dapo_mega.errors import FleetError, InputError
 
 EngineDtype = Literal["fp32", "bf16", "fp8"]
 
@@ -49,6 +50,7 @@ print(torch.cuda.device_count())
 # glibc then keeps freed memory in the process. Otherwise every bucket of a weight update goes into fresh pages, which
 # the kernel zeroes first; zeroing takes longer than receiving the bucket.
 _KEEP_FREED_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184"
+_FIRST_PORT, _LAST_PORT = 30000, 32000
 _ROUTER_KEY = "ROUTER_API_KEY"
 _ROUTER = f"""
 import json, os, sys
@@ -79,7 +81,6 @@ class Node:
     extra: tuple[str, ...] = ()
 
     def url(self, engine: int) -> str:
-        """The engine's base URL."""
         return f"http://{self.host}:{self.port + engine}"
 
 
@@ -219,6 +220,16 @@ def check_router(node: Node, port: int) -> None:
     if subprocess.run([node.python, "-c", "import sglang_router"], capture_output=True, check=False).returncode != 0:
         raise InputError(f"--router needs sglang-router in the environment of {node.python}: pip install sglang-router")
     _check_port(node.host, port, "--router")
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports of 127.0.0.1 that follow one another and are free now."""
+    for first in range(_FIRST_PORT, _LAST_PORT, count):
+        with contextlib.suppress(InputError):
+            for port in range(first, first + count):
+                _check_port("127.0.0.1", port, "port")
+            return first
+    raise FleetError(f"no {count} free ports that follow one another between {_FIRST_PORT} and {_LAST_PORT}")
 
 
 def _check_port(host: str, port: int, option: str) -> None:

@@ -56,9 +56,6 @@ def _differences(theirs: Any, ours: Any, prefix: str = "") -> list[str]:
         if is_dataclass(first) and type(first) is type(second):
             found += _differences(first, second, f"{prefix}{name}.")
         else:
-            found.append(f"{prefix}{name} is {_shown(first)} instead of {_shown(second)}")
+            theirs_shown, ours_shown = (f"{v:g}" if isinstance(v, float) else str(v) for v in (first, second))
+            found.append(f"{prefix}{name} is {theirs_shown} instead of {ours_shown}")
     return found
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 
 from dapo_mega.config import RunConfig
 from dapo_mega.engines.protocol import Generation, ReservedEngines, RolloutFleet
-from dapo_mega.engines.sglang.absences import advise, describe_absences
+from dapo_mega.engines.sglang.absences import describe_absences
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.membership import Membership, State
@@ -134,22 +133,18 @@ class FleetClient(RolloutFleet):
         return bool(self._membership.in_state("joining", "outdated", "away"))
 
     def pop_metrics(self) -> dict[str, float]:
-        """Counters since the last call, by metric name."""
         return self.call(self._pop_metrics)
 
     def pop_loads(self) -> Mapping[str, Sequence[Load]]:
         return self.call(self._dispatcher.pop_loads)
 
     def _pop_metrics(self) -> dict[str, float]:
-        counts = self._membership.counts
-        metrics = {f"fleet/{name}": float(counts[name]) for name in _COUNTED}
-        counts.clear()
-        states = Counter(member.state for member in self._members.values())
+        counts = self._membership.counts.copy()
+        self._membership.counts.clear()
+        states: tuple[State, ...] = ("serving", "reserved", "away")
         return {
-            "fleet/engines_serving": float(states["serving"]),
-            "fleet/engines_reserved": float(states["reserved"]),
-            "fleet/engines_away": float(states["away"]),
-            **metrics,
+            **{f"fleet/engines_{state}": float(len(self._membership.in_state(state))) for state in states},
+            **{f"fleet/{name}": float(counts[name]) for name in _COUNTED},
             **self._monitor.metrics(),
             **self._dispatcher.pop_metrics(),
         }
@@ -163,19 +158,15 @@ class FleetClient(RolloutFleet):
         or when no known engine fits the run.
         """
         self.wait_for_engines()
-        self._wait_for_spare_engines()
-        members = self._membership
-        return self._targets(members.in_state("outdated") if only_outdated else members.in_state("outdated", "serving"))
-
-    def _wait_for_spare_engines(self) -> None:
-        """Before a run's first weights, give the engines that evaluations beside training will take some time to
-        join."""
+        # Before a run's first weights, the engines that evaluations beside training will take have some time to join.
         evaluation = self._config.evaluation
         wanted = self._fleet.min_engines + (evaluation.engines if evaluation.beside_training else 0)
         while self._num_reachable() < wanted and time.monotonic() < self._spares_until:
             self._check_stop()
             time.sleep(_POLL_S)
         self._spares_until = 0.0
+        members = self._membership
+        return self._targets(members.in_state("outdated") if only_outdated else members.in_state("outdated", "serving"))
 
     def _targets(self, urls: Sequence[str]) -> list[SyncTarget]:
         members = [(url, self._members[url]) for url in urls]
@@ -186,59 +177,46 @@ class FleetClient(RolloutFleet):
     def wait_for_engines(self) -> None:
         """Return when at least `min_engines` are reachable; see `targets`. Also raises FleetError when another trainer
         uses the engines, and StopRequested when the run is to stop."""
-        self._check_stop()
-        self._raise_on_conflict()
         started = time.monotonic()
         is_paused = False
         speaks_next = self._fleet.heartbeat_s
-        while (present := self._num_reachable()) < self._fleet.min_engines:
-            waited = time.monotonic() - started
+        while True:
             self._check_stop()
-            self._raise_on_conflict()
-            if self._registry is None or waited > _REGISTRATION_GRACE_S:
-                self._raise_if_all_refused()
+            if self._membership.conflict:
+                raise FleetError(self._membership.conflict)
+            if (present := self._num_reachable()) >= self._fleet.min_engines:
+                break
+            waited = time.monotonic() - started
+            members = dict(self._members)
+            refused = [f"{url}: {member.reason}" for url, member in members.items() if member.state == "refused"]
+            is_late = self._registry is None or waited > _REGISTRATION_GRACE_S
+            if is_late and refused and len(refused) == len(members):
+                raise FleetError(f"no engine fits the run: {'; '.join(refused)}")
             if waited > self._fleet.wait_limit_s:
                 raise FleetError(
                     f"{present} of {self._fleet.min_engines} required engines (rollout.fleet.min_engines) are "
-                    f"reachable after {waited:.0f} s ({self._absences()}); see their logs, start engines with "
+                    f"reachable after {waited:.0f} s ({self._absences()[0]}); see their logs, start engines with "
                     f"launch/serve_rollouts.py, and run the same command, which continues"
                 )
             if waited > speaks_next:
                 self._membership.counts["pauses"] += not is_paused
                 is_paused = True
                 speaks_next = waited + _REMIND_EVERY_S
-                self._warn_paused(present, waited)
+                logger.warning(
+                    "the run is paused: %d of %d required engines are reachable, waited %.0f of at most %.0f s; "
+                    "missing: %s; what to do: %s",
+                    *(present, self._fleet.min_engines, waited, self._fleet.wait_limit_s, *self._absences()),
+                )
             time.sleep(_POLL_S)
         if is_paused:
             logger.warning("the run continues with %d engines", present)
 
-    def _warn_paused(self, present: int, waited: float) -> None:
-        logger.warning(
-            "the run is paused: %d of %d required engines are reachable, waited %.0f of at most %.0f s; missing: %s; "
-            "what to do: %s",
-            present,
-            self._fleet.min_engines,
-            waited,
-            self._fleet.wait_limit_s,
-            self._absences(),
-            self.call(lambda: advise(self._members, self._monitor.engines(), self._fleet)),
-        )
-
-    def _raise_on_conflict(self) -> None:
-        if self._membership.conflict:
-            raise FleetError(self._membership.conflict)
-
     def _num_reachable(self) -> int:
         return len(self._membership.in_state("outdated", "serving"))
 
-    def _raise_if_all_refused(self) -> None:
-        members = dict(self._members)
-        refused = [f"{url}: {member.reason}" for url, member in members.items() if member.state == "refused"]
-        if refused and len(refused) == len(members):
-            raise FleetError(f"no engine fits the run: {'; '.join(refused)}")
-
-    def _absences(self) -> str:
-        return self.call(lambda: describe_absences(self._members, self._monitor.engines()))
+    def _absences(self) -> tuple[str, str]:
+        """Which engines are missing, and what to do."""
+        return self.call(lambda: describe_absences(self._members, self._monitor.watches, self._fleet))
 
     def start_call(
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
@@ -268,8 +246,13 @@ class FleetClient(RolloutFleet):
 
     async def _pause_generation(self, urls: Sequence[str]) -> list[str]:
         if serving := self._present(urls, "serving"):
-            await self._drain_or_pause(serving)
-            await self._ask_for_versions(serving)
+            limit_s = min(self._config.weight_sync.timeout_s, self._fleet.hung_after_s)
+            await self._drain_or_pause(serving, limit_s)
+            # Another trainer may have updated the engines since this one did.
+            left = self._targets(self._present(serving, "serving"))
+            for url, version in (await self._call(left, EngineClient.weight_version, limit_s)).items():
+                if isinstance(version, str):
+                    self._membership.reported(url, version)
         # Probes find hung engines up to here; a paused engine cannot answer probes.
         for url in (present := self._present(urls, "outdated", "serving")):
             await self._monitor.suspend(url)
@@ -281,27 +264,17 @@ class FleetClient(RolloutFleet):
     def _present(self, urls: Sequence[str], *states: State) -> list[str]:
         return [url for url in urls if self._members[url].state in states]
 
-    async def _drain_or_pause(self, urls: Sequence[str]) -> None:
+    async def _drain_or_pause(self, urls: Sequence[str], limit_s: float) -> None:
         sync = self._config.weight_sync
         self._dispatcher.hold()
         if sync.in_flight == "finish":
             await self._dispatcher.drain()
             return
-        limit_s = min(sync.timeout_s, self._fleet.hung_after_s)
         mode = sync.pause
         if mode == "abort":
             await self._take_back(urls, limit_s)
             mode = "retract"  # Nothing is left to abort, and SGLang's own `abort` takes a second to notice.
         await self._call(self._targets(urls), lambda client: client.pause(mode), limit_s)
-
-    async def _ask_for_versions(self, urls: Sequence[str]) -> None:
-        """Check whether another trainer has updated the engines since this one did."""
-        targets = self._targets(self._present(urls, "serving"))
-        limit_s = min(self._config.weight_sync.timeout_s, self._fleet.hung_after_s)
-        versions = await self._call(targets, lambda client: client.weight_version(), limit_s)
-        for url, version in versions.items():
-            if isinstance(version, str):
-                self._membership.reported(url, version)
 
     async def _take_back(self, urls: Sequence[str], limit_s: float) -> None:
         """Abort all calls repeatedly, as a call may reach its engine after the first abort. SGLang's pause would abort
@@ -330,16 +303,15 @@ class FleetClient(RolloutFleet):
             if isinstance(result, EngineError):
                 self._membership.leave(url, result.reason)
 
+    # See `Membership` for these three.
+
     def synced(self, url: str, version: int) -> None:
-        """Record that the engine holds weights of this version and serves."""
         self.call(lambda: self._membership.synced(url, version))
 
     def failed(self, url: str, reason: str) -> None:
-        """Remove an engine whose update failed until it answers probes again."""
         self.call(lambda: self._membership.failed(url, reason))
 
     def disagrees(self, url: str, reason: str) -> None:
-        """Record that the updated engine's log-probs are not the trainer's."""
         self.call(lambda: self._membership.disagrees(url, reason))
 
     # ---- colocated engines, from the main thread ----
@@ -378,20 +350,17 @@ class FleetClient(RolloutFleet):
         """Disconnect from the engines, which keep running."""
         if self._thread.loop.is_closed():
             return
-        with contextlib.suppress(TimeoutError):
-            self._thread.run(self._end_reserved(), _CALL_TIMEOUT_S)
-        self._thread.run(self._close(), _CALL_TIMEOUT_S)
+        self._thread.run(self._close(), 2 * _CALL_TIMEOUT_S)
         self._thread.close()
         if self._registry:
             self._registry.close()
 
-    async def _end_reserved(self) -> None:
+    async def _close(self) -> None:
         if self._reserved:
             self._reserved.end("the run ends")
-        async with self._reserving:
-            pass
-
-    async def _close(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CALL_TIMEOUT_S), self._reserving:
+                pass
         await self._wake(list(self._members), _ALL_MEMORY)
         await self._membership.close()
 

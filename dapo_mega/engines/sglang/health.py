@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import logging
 import statistics
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -44,21 +45,11 @@ _SECOND_LOOK_S = 0.2
 _NUM_LATENCIES = 3
 
 
-@dataclass(frozen=True)
-class EngineHealth:
-    """The latest verdict on an engine, `state_s` seconds old. `silence_s` is the time since its last answer, or since
-    the first probe. `restarts` counts new processes behind its URL. `probe_latency_s` is None before enough answers."""
-
-    state: State
-    reason: str
-    probe_latency_s: float | None
-    restarts: int
-    state_s: float
-    silence_s: float
-
-
 @dataclass(eq=False)
-class _Watch:
+class Watch:
+    """The probes of an engine, and the latest verdict on it: its `state` since `changed`. `last_answer` is the time of
+    its last answer, or of the first probe. `restarts` counts new processes behind its URL."""
+
     client: EngineClient
     last_answer: float
     changed: float
@@ -75,12 +66,22 @@ class _Watch:
 
     @property
     def latency_s(self) -> float | None:
-        """The median of the last probes, so that one late answer does not count."""
+        """The median of the last probes, so that one late answer does not count; None before enough answers."""
         return statistics.median(self.latencies) if len(self.latencies) == _NUM_LATENCIES else None
+
+    @property
+    def state_s(self) -> float:
+        """How old the verdict is."""
+        return time.monotonic() - self.changed
+
+    @property
+    def silence_s(self) -> float:
+        """The time since the last answer."""
+        return time.monotonic() - self.last_answer
 
 
 class HealthMonitor:
-    """Probes every watched engine; made and used on one running event loop."""
+    """Probes every watched engine, whose `watches` are by URL; made and used on one running event loop."""
 
     def __init__(
         self,
@@ -97,19 +98,19 @@ class HealthMonitor:
         self._on_change = on_change
         self._on_fault = on_fault
         self._loop = asyncio.get_running_loop()
-        self._watches: dict[str, _Watch] = {}
+        self.watches: dict[str, Watch] = {}
 
     def watch(self, client: EngineClient) -> None:
         """Probe this engine from now on."""
-        assert client.url not in self._watches
-        watch = self._watches[client.url] = _Watch(client, self._loop.time(), self._loop.time())
+        assert client.url not in self.watches
+        watch = self.watches[client.url] = Watch(client, time.monotonic(), time.monotonic())
         watch.probed.set()
         watch.loop = self._loop.create_task(self._watch(watch), name=f"probing {client.url}")
         watch.loop.add_done_callback(self._on_fault)
 
     async def suspend(self, url: str) -> None:
         """Ignore the engine until `resume`: it cannot answer during an update or while its memory is freed."""
-        watch = self._watches[url]
+        watch = self.watches[url]
         watch.probed.clear()
         if watch.probe:
             watch.probe.cancel()
@@ -117,26 +118,18 @@ class HealthMonitor:
 
     def resume(self, url: str) -> None:
         """Judge the engine again, by its answers from now on."""
-        watch = self._watches[url]
-        watch.last_answer = self._loop.time()
+        watch = self.watches[url]
+        watch.last_answer = time.monotonic()
         watch.failed_connections = 0
         watch.probed.set()
 
     def check_now(self, url: str) -> None:
         """Probe the engine now, without waiting for the next heartbeat; for a request whose connection failed."""
-        self._watches[url].wanted.set()
-
-    def engines(self) -> dict[str, EngineHealth]:
-        """The verdicts by URL."""
-        now = self._loop.time()
-        return {
-            url: EngineHealth(w.state, w.reason, w.latency_s, w.restarts, now - w.changed, now - w.last_answer)
-            for url, w in list(self._watches.items())
-        }
+        self.watches[url].wanted.set()
 
     def metrics(self) -> dict[str, float]:
         """The number of healthy engines, the slowest engine's probe, and how many times the median probe it takes."""
-        watches = self._watches.values()
+        watches = self.watches.values()
         latencies = [watch.latency_s for watch in watches if watch.latency_s is not None]
         return {
             "fleet/engines_healthy": float(sum(watch.state == "healthy" for watch in watches)),
@@ -145,55 +138,49 @@ class HealthMonitor:
         }
 
     async def close(self) -> None:
-        """Stop probing."""
-        tasks = [task for watch in self._watches.values() for task in (watch.loop, watch.probe) if task]
+        tasks = [task for watch in self.watches.values() for task in (watch.loop, watch.probe) if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, watch: _Watch) -> None:
+    async def _watch(self, watch: Watch) -> None:
         while True:
             await watch.probed.wait()
             watch.wanted.clear()
-            started = self._loop.time()
-            watch.probe = self._loop.create_task(_probe(watch.client, watch.state, self._probe_timeout_s(watch)))
+            started = time.monotonic()
+            # The time until the engine's silence makes it hung; the full limit for an engine that is hung already.
+            limit_s = self._hung_after_s - watch.silence_s
+            limit_s = limit_s if limit_s > self._heartbeat_s else self._hung_after_s
+            watch.probe = self._loop.create_task(_probe(watch.client, watch.state, limit_s))
             await asyncio.wait([watch.probe])
             if watch.probed.is_set() and not watch.probe.cancelled():
-                await self._judge(watch, watch.probe.exception(), self._loop.time() - started)
+                await self._judge(watch, watch.probe.exception(), time.monotonic() - started)
             pause = _SECOND_LOOK_S if watch.failed_connections == 1 else self._heartbeat_s
-            await self._wait_for_wish(watch, started + pause - self._loop.time())
+            pause = max(started + pause - time.monotonic(), min(_SECOND_LOOK_S, self._heartbeat_s))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await watch.wanted.wait()
 
-    async def _wait_for_wish(self, watch: _Watch, limit_s: float) -> None:
-        try:
-            async with asyncio.timeout(max(limit_s, min(_SECOND_LOOK_S, self._heartbeat_s))):
-                await watch.wanted.wait()
-        except TimeoutError:
-            pass
-
-    def _probe_timeout_s(self, watch: _Watch) -> float:
-        """The time until the engine's silence makes it hung; the full limit for an engine that is hung already."""
-        remaining = watch.last_answer + self._hung_after_s - self._loop.time()
-        return remaining if remaining > self._heartbeat_s else self._hung_after_s
-
-    async def _judge(self, watch: _Watch, error: BaseException | None, seconds: float) -> None:
+    async def _judge(self, watch: Watch, error: BaseException | None, seconds: float) -> None:
         is_gone = isinstance(error, EngineUnreachable | EngineDisconnected)
+        is_busy = isinstance(error, EngineRefused) and error.status == HTTPStatus.SERVICE_UNAVAILABLE
         watch.failed_connections = watch.failed_connections + 1 if is_gone else 0
         if error is None:
-            watch.last_answer = self._loop.time()
+            watch.last_answer = time.monotonic()
             watch.latencies.append(seconds)
             if watch.state != "healthy":
                 await self._change(watch, "healthy", await self._arrival(watch))
         elif is_gone:
             if watch.failed_connections > 1:
                 await self._change(watch, "dead", str(error))
-        elif _is_unavailable(error) and watch.state in ("starting", "dead", "foreign"):
+        elif is_busy and watch.state in ("starting", "dead", "foreign"):
             await self._change(watch, "starting", "the server is loading")
         elif is_no_engine(error) or not isinstance(error, EngineError):
             await self._change(watch, "foreign", str(error))
-        elif self._loop.time() - watch.last_answer >= self._hung_after_s:
+        elif time.monotonic() - watch.last_answer >= self._hung_after_s:
             await self._change(watch, "hung", f"no healthy answer for {self._hung_after_s:g} s; lastly {error}")
 
-    async def _arrival(self, watch: _Watch) -> str:
+    async def _arrival(self, watch: Watch) -> str:
         """Whether the answering engine is the same process as before, as text."""
         known = watch.process
         try:
@@ -202,15 +189,14 @@ class HealthMonitor:
             return f"it answers; which process it is cannot be told: {error}"
         if not known:
             return "it answers"
-        if watch.process == known:
-            return "it answers again, and is the same process"
-        watch.restarts += 1
-        return "it answers again, and is a new process"
+        is_new = watch.process != known
+        watch.restarts += is_new
+        return f"it answers again, and is {'a new' if is_new else 'the same'} process"
 
-    async def _change(self, watch: _Watch, new: State, reason: str) -> None:
+    async def _change(self, watch: Watch, new: State, reason: str) -> None:
         old, watch.state, watch.reason = watch.state, new, reason
         if old != new:
-            watch.changed = self._loop.time()
+            watch.changed = time.monotonic()
             logger.debug("engine %s was %s and is %s: %s", watch.client.url, old, new, reason)
             await self._on_change(watch.client.url, old, new, reason)
 
@@ -221,7 +207,3 @@ async def _probe(client: EngineClient, state: State, timeout_s: float) -> None:
         with contextlib.suppress(EngineRefused):
             await client.resume(timeout_s)
     await client.probe(timeout_s)
-
-
-def _is_unavailable(error: BaseException) -> bool:
-    return isinstance(error, EngineRefused) and error.status == HTTPStatus.SERVICE_UNAVAILABLE

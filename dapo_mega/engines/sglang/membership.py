@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Literal
@@ -142,7 +142,6 @@ class Membership:
         )
 
     def in_state(self, *states: State) -> list[str]:
-        """URLs of the engines in one of these states."""
         return [url for url, member in list(self.members.items()) if member.state in states]
 
     def leave(self, url: str, reason: str) -> None:
@@ -277,31 +276,28 @@ class Membership:
         """Start joins of engines that register, and of healthy engines that had left."""
         while True:
             if self._registry:
-                self._apply_registrations(self._registry.poll())
-                self._registry.report_hung(self._hung_for_long())
-            for url, health in self.monitor.engines().items():
+                for registration in self._registry.poll():
+                    self._register(registration)
+                # What is hung for longer than one call of an update may take does not recover by itself.
+                self._registry.report_hung(
+                    self.members[url].instance
+                    for url, health in self.monitor.watches.items()
+                    if health.state == "hung" and health.state_s > self._config.weight_sync.timeout_s
+                )
+            for url, health in self.monitor.watches.items():
                 if health.state == "healthy" and self.members[url].state == "away":
                     self._start_join(url)
             await asyncio.sleep(min(self._fleet.heartbeat_s, _UPKEEP_S))
 
-    def _hung_for_long(self) -> list[str]:
-        """Instances hung for longer than one call of an update may take: they do not recover by themselves."""
-        return [
-            self.members[url].instance
-            for url, health in self.monitor.engines().items()
-            if health.state == "hung" and health.state_s > self._config.weight_sync.timeout_s
-        ]
-
-    def _apply_registrations(self, registrations: Sequence[Registration]) -> None:
-        for registration in registrations:
-            known = self.members.get(registration.url)
-            if known is None:
-                logger.debug("engine %s has registered", registration.url)
-                self._watch(registration.url, registration.instance)
-            elif known.instance != registration.instance:
-                known.instance = registration.instance
-                if known.state in PRESENT:
-                    self.leave(registration.url, "it was restarted")
+    def _register(self, registration: Registration) -> None:
+        known = self.members.get(registration.url)
+        if known is None:
+            logger.debug("engine %s has registered", registration.url)
+            self._watch(registration.url, registration.instance)
+        elif known.instance != registration.instance:
+            known.instance = registration.instance
+            if known.state in PRESENT:
+                self.leave(registration.url, "it was restarted")
 
     def _watch(self, url: str, instance: str) -> None:
         client = EngineClient(url, self._api_key, timeout_s=self._config.weight_sync.timeout_s)
@@ -334,8 +330,15 @@ class Membership:
         try:
             info = await member.client.info()
         except EngineError as error:
-            if member.changes == change:
-                self._handle_info_error(member, error)
+            if member.changes != change:
+                return
+            if isinstance(error, EngineRefused) and error.status == HTTPStatus.UNAUTHORIZED:
+                name = self._fleet.api_key_env
+                self._refuse(member, f"it rejects the API key in {name}; give trainer and engines the same key")
+            elif is_no_engine(error):
+                self._refuse(member, no_engine(error.reason))
+            else:
+                member.state, member.reason = "away", str(error)
             return
         try:
             if member.changes != change:
@@ -343,7 +346,12 @@ class Membership:
             is_new = member.info is None or info.process != member.info.process
             if is_new:
                 member.asleep, member.failed_updates, member.disagreed = frozenset(), 0, False
-            self._check_foreign(url, member, info, is_new)
+            # At an engine's first join its weights may be any run's, which is no conflict.
+            held = WeightVersion.parse(info.weight_version)
+            if held and held.run != self._run:
+                if not is_new and held != member.foreign:
+                    self._report_foreign(url, held)
+                member.foreign = held
             member.info = info
             difference = incompatibility(info, self._config, self._vocab_size)
             if not difference and self._arch:
@@ -386,24 +394,6 @@ class Membership:
                 self._config.weight_sync.full_every,
                 INSTALL_PLUGIN,
             )
-
-    def _check_foreign(self, url: str, member: Member, info: EngineInfo, is_new: bool) -> None:
-        """Check the weights of an engine that joins. At its first join they may be any run's, which is no conflict."""
-        held = WeightVersion.parse(info.weight_version)
-        if held is None or held.run == self._run:
-            return
-        if not is_new and held != member.foreign:
-            self._report_foreign(url, held)
-        member.foreign = held
-
-    def _handle_info_error(self, member: Member, error: EngineError) -> None:
-        if isinstance(error, EngineRefused) and error.status == HTTPStatus.UNAUTHORIZED:
-            name = self._fleet.api_key_env
-            self._refuse(member, f"it rejects the API key in {name}; give trainer and engines the same key")
-        elif is_no_engine(error):
-            self._refuse(member, no_engine(error.reason))
-        else:
-            member.state, member.reason = "away", str(error)
 
     def _refuse(self, member: Member, reason: str) -> None:
         member.state, member.reason = "refused", one_line(reason, _REASON_LENGTH)

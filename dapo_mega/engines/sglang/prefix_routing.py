@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.engine_load import EngineLoad
@@ -64,7 +63,7 @@ class EngineRouter:
         # The engine with the prefix may have this many calls more than the least loaded engine.
         self._slack = max(1, requests_per_engine // 8)
         self._num_open: Counter[bytes] = Counter()
-        self._holders: dict[bytes, str] = {}  # The URL of the engine whose cache has the prompt.
+        self.holders: dict[bytes, str] = {}  # The URL of the engine whose cache has the prompt.
 
     def enter(self, prompt: bytes) -> None:
         """Count a new open request with this prompt."""
@@ -75,22 +74,16 @@ class EngineRouter:
         self._num_open[prompt] -= 1
         if not self._num_open[prompt]:
             del self._num_open[prompt]
-            self._holders.pop(prompt, None)
-
-    def assign(self, prompt: bytes, slot: EngineSlot) -> None:
-        """Record that a request with this prompt goes to this engine."""
-        self._holders[prompt] = slot.url
+            self.holders.pop(prompt, None)
 
     def has_room(self, slot: EngineSlot, now: float) -> bool:
         return slot.in_flight < self._capacity and slot.paused_until <= now
 
     def choose(self, slots: Sequence[EngineSlot], prompt: bytes) -> EngineSlot | None:
         """The best of `slots`, all of which have room; None if `slots` is empty."""
-        if not slots:
-            return None
-        least = min(slots, key=attrgetter("in_flight"))
-        if holder := self._holders.get(prompt):
-            for slot in slots:
-                if slot.url == holder and slot.in_flight <= least.in_flight + self._slack:
-                    return slot
-        return least
+        holder = self.holders.get(prompt)
+        return min(
+            slots,
+            key=lambda slot: (slot.in_flight - self._slack * (slot.url == holder), slot.url != holder),
+            default=None,
+        )

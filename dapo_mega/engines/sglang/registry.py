@@ -70,7 +70,6 @@ class EngineRegistry:
         self._hung = frozenset(instances)
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.close()
 
     def _receive(self, message: bytes) -> tuple[HTTPStatus, bytes]:
@@ -90,22 +89,17 @@ class EngineRegistry:
         url = registration.url
         if sent_at <= self._newest.get(url, 0.0):
             return
-        if url not in self._newest:
-            self._make_room()
+        if url not in self._newest and len(self._newest) >= _MAX_ENGINES:
+            # Engines that have left are forgotten where an older announcement has expired anyway.
+            expired = time.time() - MAX_AGE_S
+            self._newest = {u: at for u, at in self._newest.items() if u in self._registered or at > expired}
+            if len(self._newest) >= _MAX_ENGINES:
+                raise RefusedAnnouncement(HTTPStatus.INSUFFICIENT_STORAGE, f"{_MAX_ENGINES} engines are known already")
         self._newest[url] = sent_at
         if leaving:
             self._registered.pop(url, None)
         else:
             self._registered[url] = registration
-
-    def _make_room(self) -> None:
-        """Forget the newest times of engines that have left, where an older announcement has expired anyway."""
-        if len(self._newest) < _MAX_ENGINES:
-            return
-        expired = time.time() - MAX_AGE_S
-        self._newest = {u: sent_at for u, sent_at in self._newest.items() if u in self._registered or sent_at > expired}
-        if len(self._newest) >= _MAX_ENGINES:
-            raise RefusedAnnouncement(HTTPStatus.INSUFFICIENT_STORAGE, f"{_MAX_ENGINES} engines are known already")
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,9 @@ class PostServer:
         self._connections[writer] = None
         try:
             async with asyncio.timeout(_LIMIT_S):
-                writer.write(_response(*await self._answer(reader)))
+                status, content = await self._answer(reader)
+                head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Length: {len(content)}\r\n"
+                writer.write(f"{head}Connection: close\r\n\r\n".encode() + content)
                 writer.close()
                 await writer.wait_closed()
         except (OSError, EOFError):  # TimeoutError included.
@@ -81,8 +83,13 @@ class PostServer:
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[HTTPStatus, bytes]:
         start = await reader.readexactly(5)
         if start != b"POST ":
-            if start[:4] not in (b"GET ", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC"):
-                self._warn_of_another_protocol()
+            is_http = start[:4] in (b"GET ", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC")
+            if not is_http and not self._is_warned:
+                self._is_warned = True
+                logger.warning(
+                    "the rendezvous got a call that is not HTTP; if it came from an older launch/serve_rollouts.py, "
+                    "use the trainer's version"
+                )
             return HTTPStatus.METHOD_NOT_ALLOWED, b"engines of a dapo_mega run are announced here\n"
         try:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -96,14 +103,6 @@ class PostServer:
         if int(length[1]) > self._max_body_bytes:
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, b""
         return self._handle(await reader.readexactly(int(length[1])))
-
-    def _warn_of_another_protocol(self) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            logger.warning(
-                "the rendezvous got a call that is not HTTP; if it came from an older launch/serve_rollouts.py, use "
-                "the trainer's version"
-            )
 
 
 def post(host: str, port: int, body: bytes) -> tuple[int, bytes] | None:
@@ -136,11 +135,6 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
             break
         received += piece
     return received
-
-
-def _response(status: HTTPStatus, content: bytes) -> bytes:
-    head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
-    return head.encode() + content
 
 
 def _listen(host: str, port: int) -> socket.socket:

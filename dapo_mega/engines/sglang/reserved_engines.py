@@ -52,7 +52,6 @@ class ReservedOfFleet(ReservedEngines):
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Give the engines back."""
         self._limit.cancel()
         self._membership.on_departure = lambda url, reason: None
         await self._dispatcher.close()

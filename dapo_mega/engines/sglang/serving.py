@@ -33,6 +33,7 @@ _PROBE_LIMIT_S = 5.0
 _WATCH_EVERY_S = 5.0
 _LONGEST_BACK_OFF_S = 60.0
 _SILENT_S = 30.0
+_GRACE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,6 @@ class ServingOptions:
     restart_hung_after_s: float | None = None
     router_port: int | None = None
     start_limit_s: float = 1800.0
-    grace_s: float = 10.0
 
 
 class HealthWatch:
@@ -119,8 +119,8 @@ class Engine:
                 self._serve()
             elif time.monotonic() - self._started > self._options.start_limit_s:
                 self._handle_end(f"did not serve within {self._options.start_limit_s:g} s")
-        elif self._is_hung():
-            self._handle_end(f"answered no probe for {self._options.restart_hung_after_s:g} s")
+        elif (limit_s := self._options.restart_hung_after_s) and self._watch and self._watch.silence_s > limit_s:
+            self._handle_end(f"answered no probe for {limit_s:g} s")
 
     def ask_to_end(self) -> None:
         """Send SIGTERM to the engine, if it runs."""
@@ -184,10 +184,6 @@ class Engine:
         outlook = "is not restarted any more" if self.has_given_up else f"starts again in {back_off_s:g} s"
         print(f"engine {self.url} {what} and {outlook}; see {self.log}", flush=True)
 
-    def _is_hung(self) -> bool:
-        limit_s = self._options.restart_hung_after_s
-        return limit_s is not None and self._watch is not None and self._watch.silence_s > limit_s
-
     def _is_healthy(self) -> bool:
         return self._status_without_key("/health") == http.client.OK
 
@@ -217,6 +213,45 @@ def _key_on_a_pipe(api_key: str, path: Path) -> Iterator[tuple[int, Path]]:
         yield reading, path
     finally:
         os.close(reading)
+
+
+class LocalEngines:
+    """The engines of a node. `advance` starts and restarts them, and must be called now and then."""
+
+    def __init__(self, node: Node, options: ServingOptions) -> None:
+        """The node is one that `check_node` has passed."""
+        options.log_folder.mkdir(parents=True, exist_ok=True)
+        self.engines = [Engine(node, index, options) for index in range(node.num_engines)]
+        self.urls = tuple(engine.url for engine in self.engines)
+        self._options = options
+
+    def serving(self) -> list[Registration]:
+        return [engine.registration for engine in self.engines if engine.registration is not None]
+
+    def advance(self) -> None:
+        """One step of starts and restarts, without waiting. Raises FleetError when an engine ends before it ever
+        served, and when all have used up their restarts."""
+        for engine in self.engines:
+            engine.advance()
+        if all(engine.has_given_up for engine in self.engines):
+            raise FleetError(
+                f"all engines died more than {self._options.max_restarts} times; see {self._options.log_folder}"
+            )
+
+    def wait_until_serving(self) -> None:
+        """Return when every engine serves. Raises FleetError as `advance` does; engines that take too long to start are
+        ended by it."""
+        while len(self.serving()) < len(self.engines):
+            self.advance()
+            time.sleep(_TICK_S)
+
+    def close(self) -> None:
+        """End all engines with their child processes."""
+        for engine in self.engines:
+            engine.ask_to_end()
+        deadline = time.monotonic() + _GRACE_S
+        for engine in self.engines:
+            engine.end(deadline)
 
 
 class Router:
@@ -295,39 +330,31 @@ class Announcements:
 def serve(node: Node, options: ServingOptions) -> None:
     """Run the node's engines until SIGTERM, SIGINT or SIGHUP, then end all their processes.
 
-    Raises FleetError when an engine ends before it ever served, and when all engines have used up their restarts.
+    Raises FleetError as `LocalEngines.advance` does.
     """
-    options.log_folder.mkdir(parents=True, exist_ok=True)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
-    engines = [Engine(node, index, options) for index in range(node.num_engines)]
+    engines = LocalEngines(node, options)
     announcements = Announcements(options)
     router = Router(node, options, options.router_port) if options.router_port is not None else None
     have_all_served = False
     try:
         while not stop.wait(_TICK_S):
-            for engine in engines:
-                engine.advance()
-            serving = [engine.registration for engine in engines if engine.registration is not None]
+            engines.advance()
+            serving = engines.serving()
             announcements.update(serving)
-            for engine in engines:
+            for engine in engines.engines:
                 if engine.registration is not None and engine.registration.instance in announcements.hung:
                     engine.restart_if_silent()
-            if len(serving) == len(engines) and not have_all_served:
+            if len(serving) == node.num_engines and not have_all_served:
                 have_all_served = True
-                print(f"all engines serve: rollout.fleet.urls={','.join(engine.url for engine in engines)}", flush=True)
+                print(f"all engines serve: rollout.fleet.urls={','.join(engines.urls)}", flush=True)
             if router is not None and have_all_served:
                 router.advance()
-            if all(engine.has_given_up for engine in engines):
-                raise FleetError(f"all engines died more than {options.max_restarts} times; see {options.log_folder}")
     finally:
         announcements.update([])
-        for engine in engines:
-            engine.ask_to_end()
-        deadline = time.monotonic() + options.grace_s
-        for engine in engines:
-            engine.end(deadline)
+        engines.close()
         if router is not None:
             router.end()
     print("all engines have ended", flush=True)

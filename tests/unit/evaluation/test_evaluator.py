@@ -7,7 +7,6 @@ from dapo_mega.config import RunConfig
 from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.metrics.catalogue import describe
 from dapo_mega.rewards.composed import ComposedScore
-from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.types import GenerationFailure, Prompt, Response, Trajectory
 
 K = 2
@@ -34,8 +33,7 @@ def metrics_of(sources, lengths, failed=()):
         }
     )
     prompts = [Prompt(i, "?", np.array([5], np.int32), "g", data_source=source) for i, source in enumerate(sources)]
-    scorer = ResponseScorer(config.reward, LengthIsEven(), lambda texts: ["" for _ in texts])
-    evaluator = Evaluator(config.evaluation, prompts, scorer, stop_token_ids=(), max_response_tokens=9, seed=1)
+    evaluator = Evaluator(config, prompts, LengthIsEven(), lambda texts: ["" for _ in texts], ())
 
     def answer(number, request):
         if number in failed:

@@ -23,7 +23,7 @@ class _Loop(LockstepLoop):
         return self.tasks[-1]
 
     def is_quiet(self):
-        return self._num_beside == 0
+        return not self._beside
 
 
 LOOP = _Loop()

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.errors import InputError, StarvedError, StopRequested
-from dapo_mega.evaluation.evaluator import make_evaluator
+from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.rewards import ComposedReward, Score, ScoringFailure, WeightedReward
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.sandbox import seccomp
@@ -221,7 +221,7 @@ def evaluation(rule):
     run = config(reward=FUNCTION, evaluation={"samples_per_prompt": 2})
     reward = ComposedReward([WeightedReward("function", 1.0, Scripted(rule))], "function")
     engine = ScriptedEngine(every_other)
-    return engine.run(make_evaluator(run, PROMPTS[:8], reward, texts, (2,)).run(engine.generate))
+    return engine.run(Evaluator(run, PROMPTS[:8], reward, texts, (2,)).run(engine.generate))
 
 
 def test_an_evaluation_reports_rewards_where_nothing_is_correct():

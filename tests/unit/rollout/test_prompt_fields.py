@@ -77,11 +77,9 @@ def test_after_a_restart_with_groups_in_flight(prompts):
 def test_in_an_evaluation(prompts):
     run, seen = config(evaluation={"samples_per_prompt": 2}), Seen()
     with closing(make_reward(run)) as reward:
-        scorer = HookedScorer(run.reward, reward, lambda responses: ["Answer: T"] * len(responses))
-        scorer.before = seen
-        evaluator = Evaluator(
-            run.evaluation, prompts, scorer, stop_token_ids=(2,), max_response_tokens=16, seed=run.seed
-        )
+        evaluator = Evaluator(run, prompts, reward, lambda responses: ["Answer: T"] * len(responses), (2,))
+        evaluator._scorer = HookedScorer(run.reward, reward, evaluator._scorer._decode)
+        evaluator._scorer.before = seen
         engine = ScriptedEngine(every_other)
         metrics = engine.run(evaluator.run(engine.generate))
     assert_own(seen, range(len(RECORDS)))

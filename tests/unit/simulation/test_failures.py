@@ -6,7 +6,7 @@ import pytest
 
 from dapo_mega.errors import InputError
 from dapo_mega.planning.step_time import DecodingSpeed
-from dapo_mega.simulation.failures import Failures, FailureTimes
+from dapo_mega.simulation.failures import FailureTimes
 from dapo_mega.simulation.run import Costs, Workload, simulate
 
 from .test_simulation import config
@@ -17,7 +17,7 @@ class Planned(FailureTimes):
 
     def __init__(self, works_s, num_engines, keeps_parts=True):
         self._works_s = iter(works_s)
-        super().__init__(Failures(1.0, restart_s=5.0, weights_s=2.0, keeps_parts=keeps_parts), num_engines)
+        super().__init__(num_engines, 1.0, restart_s=5.0, weights_s=2.0, keeps_parts=keeps_parts)
 
     def until_failure(self):
         return next(self._works_s, math.inf)

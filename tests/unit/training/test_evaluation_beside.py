@@ -19,7 +19,6 @@ from dapo_mega.metrics import MetricsWriter, read_metrics
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rewards import ScoringFailure
 from dapo_mega.rewards.composed import ComposedScore
-from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.training import evaluating
 from dapo_mega.training.evaluation_beside import BesideTraining, is_recorded
 from dapo_mega.types import GenerationFailure, Prompt, Response
@@ -114,15 +113,13 @@ def start(tmp_path):
                 "model": {"path": "m"},
                 "data": {"train": {"path": "d"}},
                 "rollout": {"placement": "fleet", "fleet": {"rendezvous": "127.0.0.1:21600"}},
+                "tracking": {"samples_per_evaluation": 1},
                 "evaluation": {"beside_training": True, "samples_per_prompt": 2, "engines": 3, "limit_s": 77.0},
             }
         )
         reward = reward or Reward()
-        scorer = ResponseScorer(config.reward, reward, lambda ids: [str(i) for i in ids])
         prompts = [Prompt(i, f"{i}?", np.array([i], np.int32), "g") for i in range(3)]
-        evaluator = Evaluator(
-            config.evaluation, prompts, scorer, stop_token_ids=(), max_response_tokens=4, seed=1, num_examples=1
-        )
+        evaluator = Evaluator(config, prompts, reward, lambda ids: [str(i) for i in ids], ())
         for writer in writers:
             writer.close()
         shutil.rmtree(tmp_path / "tensorboard", ignore_errors=True)  # A start waits until its file has a later second.

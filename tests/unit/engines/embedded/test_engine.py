@@ -39,7 +39,7 @@ def make_model(seed: int = 0, **changes: Any) -> Qwen2ForCausalLM:
 
 def make_engine(model: Qwen2ForCausalLM, max_batch_rows: int = 64, version: int = 3) -> EmbeddedEngine:
     config = Qwen2Config(**{**model.config.to_dict(), "attn_implementation": "sdpa"})
-    engine = EmbeddedEngine.from_config(config, torch.float32, max_batch_rows)
+    engine = EmbeddedEngine(config, torch.float32, max_batch_rows)
     engine.load_weights([list(model.state_dict().items())], version)
     return engine
 
@@ -138,7 +138,7 @@ def test_sliding_window_layers_see_their_window_only() -> None:
 
 
 def test_eager_attention_works_as_well(model: Qwen2ForCausalLM) -> None:
-    engine = EmbeddedEngine(make_model(seed=8))
+    engine = EmbeddedEngine(make_model(seed=8).config)
     engine.load_weights([list(model.state_dict().items())], 0)
     requests = make_requests([3, 8, 20], group_size=2, sampling=SamplingParams(max_new_tokens=10))
     assert_matches_reference(model, requests, generate(engine, requests))
@@ -228,9 +228,7 @@ def test_bf16_logprobs_are_as_near_to_float32_as_those_of_a_full_forward() -> No
                 parameter.mul_(6)
     narrow = make_model().to(torch.bfloat16)
     narrow.load_state_dict(model.state_dict())
-    engine = EmbeddedEngine.from_config(
-        Qwen2Config(**{**model.config.to_dict(), "attn_implementation": "sdpa"}), torch.bfloat16
-    )
+    engine = EmbeddedEngine(Qwen2Config(**{**model.config.to_dict(), "attn_implementation": "sdpa"}), torch.bfloat16)
     engine.load_weights([list(narrow.state_dict().items())], 0)
     narrow.set_attn_implementation("sdpa")
     rounded = make_model()
@@ -326,7 +324,7 @@ def test_a_request_may_use_all_positions(engine: EmbeddedEngine) -> None:
 
 def test_an_engine_without_weights_refuses_to_generate(model: Qwen2ForCausalLM) -> None:
     random_state = torch.get_rng_state()
-    engine = EmbeddedEngine.from_config(model.config)
+    engine = EmbeddedEngine(model.config)
     assert torch.equal(torch.get_rng_state(), random_state), "the trainer's random numbers must not be used up"
     assert engine.weight_version == -1
     with pytest.raises(RuntimeError, match="no weights have been loaded"):
@@ -335,7 +333,7 @@ def test_an_engine_without_weights_refuses_to_generate(model: Qwen2ForCausalLM) 
 
 def test_from_config_reads_a_folder(model: Qwen2ForCausalLM, engine: EmbeddedEngine, tmp_path: Any) -> None:
     model.config.save_pretrained(tmp_path)
-    other = EmbeddedEngine.from_config(str(tmp_path))
+    other = EmbeddedEngine(str(tmp_path))
     other.load_weights([list(model.state_dict().items())], 0)
     requests = make_requests([4], 3, SamplingParams(max_new_tokens=8))
     for mine, theirs in zip(generate(engine, requests), generate(other, requests), strict=True):
@@ -437,4 +435,4 @@ def test_layers_without_keys_and_values_are_refused() -> None:
     model = make_model()
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match="linear_attention"):
-        EmbeddedEngine(model)
+        EmbeddedEngine(model.config)

@@ -180,7 +180,14 @@ async def fleet_of(*engines: ScriptedEngine, version: int = 0, **options: Any) -
             yield Fleet(dispatcher, clients)
         finally:
             await dispatcher.close()
-        dispatcher.counters.check()
+        check_counts(dispatcher)
+
+
+def check_counts(dispatcher: Dispatcher) -> None:
+    """Every submitted request was answered, failed or cancelled, or is open."""
+    counts = dispatcher.counts
+    ended = sum(counts[f"requests_{end}"] for end in ("answered", "failed", "cancelled"))
+    assert counts["requests_submitted"] == ended + len(dispatcher.open)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -14,6 +14,7 @@ from tests.unit.engines.sglang.scripted_server import (
     SLOW,
     VOCAB_SIZE,
     assert_exact,
+    check_counts,
     expected_tokens,
     fleet_of,
     hurry,
@@ -88,8 +89,8 @@ def test_a_request_that_fails_everywhere_ends_with_the_reason(fault):
             assert isinstance(answer, GenerationFailure)
             assert answer.request_id == request.request_id
             assert "3 attempts failed, lastly http://127.0.0.1" in answer.reason
-            assert fleet.dispatcher.counters.count("failed") == 1
-            assert not fleet.dispatcher.counters.open
+            assert fleet.dispatcher.counts["requests_failed"] == 1
+            assert not fleet.dispatcher.open
         assert sorted(engine.calls["/generate"] for engine in bad) == [1, 2]
 
     within_deadline(body)
@@ -361,8 +362,8 @@ def test_cancelled_requests_get_no_answer_and_leave_their_engine():
             for request, answer in zip(kept, await fleet.answers(kept), strict=True):
                 assert_exact(answer, request)
             assert not any(fleet.asked[request.request_id].cancel() for request in kept), "they have ended"
-            assert fleet.dispatcher.counters.count("cancelled") == 4
-            assert not fleet.dispatcher.counters.open
+            assert fleet.dispatcher.counts["requests_cancelled"] == 4
+            assert not fleet.dispatcher.open
             assert engine.calls["/abort_request"] == 1
             assert prompts_of(engine).keys() == {(5, 0), (5, 1), (5, 3)}
 
@@ -414,7 +415,7 @@ def test_closing_cancels_what_is_open_without_a_word_to_the_engine():
             await until(lambda: engine.in_flight == 2 and engine.calls["/generate"] == 3)
             await fleet.dispatcher.close()
             assert all(generation.cancelled() for generation in fleet.asked.values())
-            assert fleet.dispatcher.counters.count("cancelled") == 6
+            assert fleet.dispatcher.counts["requests_cancelled"] == 6
             await until(lambda: engine.in_flight == 0)
         assert (engine.calls["/generate"], engine.calls["/abort_request"]) == (3, 0)
 
@@ -625,7 +626,7 @@ def test_the_account_balances_in_a_storm_of_faults(seed):
                 fleet.start(requests[i : i + 50])
                 await asyncio.sleep(0.03)
             given_up = [request for request in draw.sample(requests, 40) if fleet.asked[request.request_id].cancel()]
-            assert fleet.dispatcher.counters.count("cancelled") == len(given_up)
+            assert fleet.dispatcher.counts["requests_cancelled"] == len(given_up)
             kept = [request for request in requests if request not in given_up]
             answers = await fleet.answers(kept)
             disturbing.cancel()
@@ -664,12 +665,12 @@ def check(fleet, requests, answers):
     for request, answer in zip(requests, answers, strict=True):
         if isinstance(answer, Response):
             assert_exact(answer, request)
-    counters = fleet.dispatcher.counters
-    counters.check()
-    assert not counters.open
-    assert counters.count("answered") == sum(isinstance(answer, Response) for answer in answers)
-    assert counters.count("failed") == sum(isinstance(answer, GenerationFailure) for answer in answers)
-    assert counters.count("answered") > 300
+    check_counts(fleet.dispatcher)
+    assert not fleet.dispatcher.open
+    counts = fleet.dispatcher.counts
+    assert counts["requests_answered"] == sum(isinstance(answer, Response) for answer in answers)
+    assert counts["requests_failed"] == sum(isinstance(answer, GenerationFailure) for answer in answers)
+    assert counts["requests_answered"] > 300
 
 
 def test_metrics_are_counted_since_the_last_time():

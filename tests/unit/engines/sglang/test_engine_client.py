@@ -42,8 +42,8 @@ COMMANDS = [
     ("/abort_request", lambda c: c.abort(all=True), {"rid": "", "abort_all": True}),
     ("/begin_weight_update", lambda c: c.begin_weight_update(), {}),
     ("/end_weight_update", lambda c: c.end_weight_update(), {}),
-    ("/release_memory_occupation", lambda c: c.release_memory(["kv_cache"]), {"tags": ["kv_cache"]}),
-    ("/resume_memory_occupation", lambda c: c.resume_memory(), {}),
+    ("/release_memory_occupation", lambda c: c.release_memory(), {}),
+    ("/resume_memory_occupation", lambda c: c.resume_memory(["kv_cache"]), {"tags": ["kv_cache"]}),
     ("/destroy_weights_update_group", lambda c: c.destroy_weights_update_group("g"), {"group_name": "g"}),
     (
         "/init_weights_update_group",

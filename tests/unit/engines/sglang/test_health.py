@@ -51,7 +51,7 @@ def test_an_engine_that_loads_is_starting_until_it_answers():
         async with watching(engine) as (monitor, changes):
             await until(lambda: engine.calls["/health"] >= 3)
             assert changes == []
-            assert monitor.engines()[engine.url].state == "starting"
+            assert monitor.watches[engine.url].state == "starting"
             engine.health = "ok"
             await until(lambda: changes)
             assert changes[0] == (engine.url, "starting", "healthy", "it answers")
@@ -72,7 +72,7 @@ def test_an_engine_that_is_silent_hangs_and_returns_as_the_same_process():
             await until(lambda: len(changes) == 3)
             assert states(changes)[2] == ("hung", "healthy")
             assert "same process" in changes[2][3]
-            assert monitor.engines()[engine.url].restarts == 0
+            assert monitor.watches[engine.url].restarts == 0
 
     within_deadline(body)
 
@@ -107,7 +107,7 @@ def test_a_foreign_server_is_known_at_once_until_an_engine_answers():
             engine.health = "not_found"
             await until(lambda: len(changes) == 4)
             assert states(changes)[3] == ("healthy", "foreign")
-            assert monitor.engines()[engine.url].silence_s < 10
+            assert monitor.watches[engine.url].silence_s < 10
 
     within_deadline(body)
 
@@ -132,7 +132,7 @@ def test_a_server_that_says_it_is_unhealthy_hangs():
             engine.health = "loading"  # The server says the same, 503, when its scheduler does not answer it.
             await until(lambda: len(changes) == 2)
             assert states(changes)[1] == ("healthy", "hung")
-            await until(lambda: "lastly" in (reason := monitor.engines()[engine.url].reason) and "HTTP 503" in reason)
+            await until(lambda: "lastly" in (reason := monitor.watches[engine.url].reason) and "HTTP 503" in reason)
 
     within_deadline(body)
 
@@ -153,7 +153,7 @@ def test_an_engine_that_is_gone_is_dead_and_a_restart_is_recognised():
             await until(lambda: len(changes) == 4)
             assert states(changes)[2:] == [("dead", "starting"), ("starting", "healthy")]
             assert "new process" in changes[3][3]
-            assert monitor.engines()[url].restarts == 1
+            assert monitor.watches[url].restarts == 1
 
     within_deadline(body)
 

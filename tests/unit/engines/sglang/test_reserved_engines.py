@@ -107,7 +107,7 @@ def test_what_ends_early_keeps_its_answers_and_frees_the_engine(servers, drive, 
     limit_s = 1 if disturb is end_by_limit else DEADLINE_S
     future = start(driver, wanted, version=3, limit_s=limit_s)
     if disturb is not end_by_limit:
-        wait_until(lambda: driver._reserved and len(driver._reserved._dispatcher.counters.open) == 5)
+        wait_until(lambda: driver._reserved and len(driver._reserved._dispatcher.open) == 5)
     reason = disturb(driver, group)
     engines, responses, reasons = future.result(DEADLINE_S)
     assert engines.ended_early.startswith(reason), engines.ended_early
