@@ -15,7 +15,9 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +160,7 @@ async def _measured(turns: Turns, options: argparse.Namespace) -> _Cost:
     )
 
 
-def run(options: argparse.Namespace) -> list[str]:
-    """Measure and return the report's lines."""
+def _play(kind: type[EnvironmentPool], options: argparse.Namespace) -> _Cost:
     own = OwnEnvironment(
         path=f"{Path(__file__).with_name('sleeping_environment.py')}:Sleeping",
         num_workers=options.workers,
@@ -167,21 +168,28 @@ def run(options: argparse.Namespace) -> list[str]:
         max_turn_tokens=options.turn_tokens,
         max_observation_tokens=options.observation_tokens,
     )
-    costs: dict[str, list[_Cost]] = {"in processes": [], "in threads of this one": []}
-    for _ in range(options.rounds):
-        for rounds, kind in zip(costs.values(), (EnvironmentPool, _Threads), strict=True):
-            turns = Turns(own, kind(own), BareText(build_byte_tokenizer()))
-            try:
-                rounds.append(asyncio.run(_measured(turns, options)))
-            finally:
-                turns.close()
+    turns = Turns(own, kind(own), BareText(build_byte_tokenizer()))
+    try:
+        return asyncio.run(_measured(turns, options))
+    finally:
+        turns.close()
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    """Measure and return the report's lines."""
+    costs: dict[str, list[_Cost]] = {"in processes": [], "in threads of the trainer": []}
+    # Each in a process of its own, as memory that was freed is used again.
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as trainers:
+        for _ in range(options.rounds):
+            for rounds, kind in zip(costs.values(), (EnvironmentPool, _Threads), strict=True):
+                rounds.append(trainers.submit(_play, kind, options).result())
     ratios = [ours.cpu_ms[0] / theirs.cpu_ms[0] for ours, theirs in zip(*costs.values(), strict=True)]
     return [
         f"{options.trajectories} trajectories of {options.turns} turns with {1e3 * options.call_s:g} ms a call, and "
         f"{options.slow} with {options.slow_s:g} s; {options.turn_tokens} + {options.observation_tokens} tokens a "
         f"turn, {options.workers} processes, medians of {options.rounds}",
-        f"CPU of the trainer over that with threads: {statistics.median(ratios):.2f}",
-        "| environments | CPU per turn, trainer, ms | others, ms | memory per open trajectory, trainer, KB | others, KB "
+        f"the trainer's CPU with processes over that with threads: {statistics.median(ratios):.2f}",
+        "| environments | CPU of a turn, trainer, ms | others, ms | memory of a trajectory, trainer, KB | others, KB "
         "| wall over sleeps | slowest over median |",
         "|---|---|---|---|---|---|---|",
         *(f"| {name} | {_row(rounds)} |" for name, rounds in costs.items()),
