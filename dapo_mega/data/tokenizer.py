@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dapo_mega.atomic_files import read_json_object, refuse_special_files
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.thoughts import is_part_of_tag
@@ -134,9 +136,8 @@ def decoder(tokenizer: Any, tags: Sequence[str] = ()) -> Decode:
     skipped = {*special, *tokenizer.all_special_ids} - kept if kept else set()
 
     def decode(responses: Sequence[TokenIds]) -> list[str]:
-        ids = [[i for i in r.tolist() if i not in skipped] for r in responses]
-        texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=not kept)
-        return texts
+        ids = [np.array([i for i in r.tolist() if i not in skipped], np.int32) for r in responses]
+        return [tokenizer.decode(each, skip_special_tokens=not kept) for each in ids]  # It checks each item of a list.
 
     return decode
 

@@ -11,8 +11,9 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,11 +143,12 @@ class Turns(Environment):
         self, life: _Life, prompt: Prompt, request: GenerationRequest, generate: Generate, progress: Progress
     ) -> Trajectory:
         own, started = self._own, time.monotonic()
-        if begun := progress.begun:
-            rows = _Rows(request, begun.trajectory)
-            life.goes_on(begun, [self._action(rows, turn) for turn in range(len(begun.observations) - 1)])
+        begun = progress.begun
+        rows = _Rows(request, begun.trajectory if begun else None)
+        life.action_of = partial(self._action, rows)
+        if begun:
+            life.goes_on(begun)
         else:
-            rows = _Rows(request)
             first = await life.observe("reset", life.task, life.seed)
             if not self._add(rows, self._dialogue.opening(prompt.messages, first.messages)):
                 raise CallError("its first observation is too long")
@@ -156,7 +158,7 @@ class Turns(Environment):
                 rows.add(await generate(rows.next_request(turn, own.max_turn_tokens)))
                 progress.begun = Begun(rows.trajectory(), tuple(life.observations), life.snapshot)
                 turn += 1
-            observation = await life.observe("step", self._action(rows, turn - 1))
+            observation = await life.observe("step", life.action_of(turn - 1))
             rows.turns[-1] = replace(rows.turns[-1], parts=observation.earned)
             stop = observation.stop or ("turns" if turn == own.max_turns else "")
             if not stop and own.trajectory_limit_s and time.monotonic() - started > own.trajectory_limit_s:
@@ -180,8 +182,8 @@ class Turns(Environment):
 
     def _action(self, rows: _Rows, turn: int) -> dict[str, Any]:
         """What the environment is told of this turn."""
-        _, sampled_ids = rows.of_turn(turn)
-        read = self._dialogue.read(*rows.of_turn(turn))
+        prompt_ids, sampled_ids = rows.of_turn(turn)
+        read = self._dialogue.read(prompt_ids, sampled_ids)
         finish_reason = rows.turns[turn].finish_reason
         return {**read._asdict(), "finish_reason": finish_reason, "turn": turn, "token_ids": sampled_ids}
 
@@ -215,7 +217,10 @@ class Turns(Environment):
 
 
 class _Life:
-    """The environment of one trajectory, made again where it failed. `observations` are what it returned."""
+    """The environment of one trajectory, made again where it failed. `observations` are what it returned, `action_of`
+    is what it was told of a turn."""
+
+    action_of: Callable[[int], dict[str, Any]]
 
     def __init__(
         self, pool: EnvironmentPool, counts: _Counts, task: Mapping[str, Any], seed: int, retries: int
@@ -226,13 +231,11 @@ class _Life:
         self.seed = seed
         self.retries = retries
         self._live: LiveEnvironment | None = None
-        self._calls: list[tuple[Any, ...]] = []
         self.observations: list[Any] = []
         self.snapshot = ""
 
-    def goes_on(self, begun: Begun, actions: Sequence[Mapping[str, Any]]) -> None:
-        """Let it be as it was after these actions."""
-        self._calls = [("reset", self.task, self.seed), *(("step", action) for action in actions)]
+    def goes_on(self, begun: Begun) -> None:
+        """Let it be as it was."""
         self.observations = list(begun.observations)
         self.snapshot = begun.snapshot
 
@@ -253,7 +256,6 @@ class _Life:
             finally:
                 self._counts.events["calls"] += 1
                 self._counts.call_s += time.monotonic() - begin
-        self._calls.append(call)
         self.observations.append(returned)
         self.snapshot = snapshot
         return observation
@@ -266,7 +268,8 @@ class _Life:
         if self.snapshot:
             await live.restore(self.snapshot)
             return live
-        for call, seen in zip(self._calls, self.observations, strict=True):
+        for turn, seen in enumerate(self.observations):
+            call = ("step", self.action_of(turn - 1)) if turn else ("reset", self.task, self.seed)
             returned, _, _ = await live.observe(*call)
             if returned != seen:
                 raise _DiffersError(
