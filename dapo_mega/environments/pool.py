@@ -236,7 +236,12 @@ class EnvironmentPool:
         wait(self._closing, min(_CLOSE_LIMIT_S, self._limit_s))
         for process in self._processes:
             process.kill()
-        ended = [asyncio.run_coroutine_threadsafe(process.gone(), self._loop) for process in self._processes]
-        wait(ended, _CLOSE_LIMIT_S)
+        wait([asyncio.run_coroutine_threadsafe(self._end(), self._loop)], _CLOSE_LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._output.close()
+
+    async def _end(self) -> None:
+        """End the processes, and wait until nobody waits for anything any more."""
+        await asyncio.gather(*(process.gone() for process in self._processes), return_exceptions=True)
+        if others := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
+            await asyncio.wait(others)

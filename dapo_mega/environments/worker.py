@@ -151,8 +151,8 @@ class _Life:
                 where = "it" if method == "make" else f"its method {method}"
                 answer = {"failure": f"{where} raises {type(error).__name__}", "detail": ""}
                 with contextlib.suppress(Exception):  # Its text may be code that raises.
-                    answer["failure"] = f"{where} raises {described(error, self._file)}"
-                    answer["detail"] = "".join(traceback.format_exception(error))[-_MAX_DETAIL_CHARACTERS:]
+                    answer["failure"] = _plain(f"{where} raises {described(error, self._file)}")
+                    answer["detail"] = _plain("".join(traceback.format_exception(error))[-_MAX_DETAIL_CHARACTERS:])
             self._answer(number, answer)
 
     def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
@@ -194,7 +194,9 @@ async def _wait_for(awaitable: Any) -> Any:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """The value with numbers and arrays of numpy and torch as plain ones."""
+    """The value with numbers and arrays of numpy and torch as plain ones, and text that is UTF-8."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()  # A program's output may have surrogates.
     if depth > _MAX_DEPTH:
         raise MisuseError(f"it returned what is nested more than {_MAX_DEPTH} times")
     if isinstance(value, Mapping):
