@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_LIMIT_S: Final = 10.0
 _ENDING_S: Final = 5.0
+_ELSE: Final = "the process answered with something else"
+_GIVEN: Final[Mapping[str, set[str]]] = {"make": {"tools"}, "restore": set(), "close": set()}
+"""The keys of a method's answer, but for those that observe."""
 
 
 class _Process:
@@ -69,7 +72,9 @@ class _Process:
         if "misuse" in found:
             raise MisuseError(found["misuse"])
         if "failure" in found:
-            raise CallError(found["failure"], found["detail"])
+            raise CallError(found["failure"], found.get("detail", ""))
+        if not found.keys() >= _GIVEN.get(method, {"observation", "snapshot"}):
+            raise CallError(_ELSE)
         return found
 
     async def _start(self) -> None:
@@ -86,7 +91,7 @@ class _Process:
 
     async def _read(self, answers: asyncio.StreamReader) -> None:
         """Give answers to those who wait, until there is none any more."""
-        reason = "the process answered with something else"
+        reason = _ELSE
         try:
             while True:
                 (length,) = HEAD.unpack(await answers.readexactly(HEAD.size))
@@ -97,7 +102,7 @@ class _Process:
                     waiting.set_result(found)
         except (asyncio.IncompleteReadError, OSError):
             reason = f"its process died ({ending(await self.end(_ENDING_S))})"  # Its connection closes a little before.
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             pass
         await self.end()
         for waiting in self._waiting.values():
@@ -231,7 +236,12 @@ class EnvironmentPool:
         wait(self._closing, min(_CLOSE_LIMIT_S, self._limit_s))
         for process in self._processes:
             process.kill()
-        ended = [asyncio.run_coroutine_threadsafe(process.gone(), self._loop) for process in self._processes]
-        wait(ended, _CLOSE_LIMIT_S)
+        wait([asyncio.run_coroutine_threadsafe(self._end(), self._loop)], _CLOSE_LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._output.close()
+
+    async def _end(self) -> None:
+        """End the processes, and wait until nobody waits for anything any more."""
+        await asyncio.gather(*(process.gone() for process in self._processes), return_exceptions=True)
+        if others := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
+            await asyncio.wait(others)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from dapo_mega.types import GenerationFailure, GenerationRequest, LogProbs, Prom
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LONGEST_TOKEN: Final = 1024
+"""Characters: no vocabulary has longer ones."""
 
 
 class _DiffersError(Exception):
@@ -150,7 +153,7 @@ class Turns(Environment):
             life.goes_on(begun)
         else:
             first = await life.observe("reset", life.task, life.seed)
-            if not self._add(rows, self._dialogue.opening(prompt.messages, first.messages)):
+            if self._is_huge(first) or not self._add(rows, self._dialogue.opening(prompt.messages, first.messages)):
                 raise CallError("its first observation is too long")
         while True:
             turn = len(rows.turns)
@@ -165,7 +168,7 @@ class Turns(Environment):
                 stop = "timeout"
             if not stop and not rows.left:
                 stop = "tokens"
-            if not stop and not self._add(rows, self._following(rows, observation)):
+            if not stop and (self._is_huge(observation) or not self._add(rows, self._following(rows, observation))):
                 stop = "context"
             if stop:
                 return rows.trajectory(stop)
@@ -186,6 +189,11 @@ class Turns(Environment):
         read = self._dialogue.read(prompt_ids, sampled_ids)
         finish_reason = rows.turns[turn].finish_reason
         return {**read._asdict(), "finish_reason": finish_reason, "turn": turn, "token_ids": sampled_ids}
+
+    def _is_huge(self, observation: Observation) -> bool:
+        """Whether it is too long for sure. To encode megabytes takes minutes, and all memory."""
+        num_characters = sum(len(text) for message in observation.messages for text in message.values())
+        return num_characters > self._own.max_observation_tokens * _LONGEST_TOKEN
 
     def _add(self, rows: _Rows, token_ids: Sequence[int]) -> bool:
         """Add what was observed, unless it is too long or leaves no place for a turn."""

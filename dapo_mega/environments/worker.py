@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import ctypes
 import inspect
 import os
 import pickle
+import resource
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -26,7 +28,9 @@ from dapo_mega.rewards.sandbox.frames import FrameError, framed, read_body, writ
 from dapo_mega.rewards.worker import limit_memory
 
 _MAX_DETAIL_CHARACTERS: Final = 20_000
-_STACK_BYTES: Final = 2**20
+_MAX_DEPTH: Final = 100
+_STACK_BYTES: Final = 2**22
+"""Enough for calls of Python through C as deep as Python allows; it is not counted as memory."""
 _M_ARENA_MAX: Final = -8
 
 _Call = tuple[int, str, tuple[Any, ...]]
@@ -44,10 +48,13 @@ def _serve(requests: int, answers: int, source: Mapping[str, Any], memory_limit_
     except MisuseError as error:
         write_frame(answers, {"misuse": str(error), "number": 0})
         return
-    # A thousand threads' stacks and heaps are to stay far below the limit, which is of the address space.
     threading.stack_size(_STACK_BYTES)
+    # A thousand threads' heaps are to stay far below the limit, which is of the address space.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
     limit_memory(memory_limit_mib)
+    with contextlib.suppress(ValueError):  # An environment of coroutines has three descriptors, and a loop.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     answer = _Answers(answers)
     answer(0, {"ready": True})
     environments: dict[int, SimpleQueue[_Call]] = {}
@@ -57,9 +64,27 @@ def _serve(requests: int, answers: int, source: Mapping[str, Any], memory_limit_
         if method == "make":
             calls = environments[environment] = SimpleQueue()
             live = _Life(make, source["tools"] or source["path"], calls, answer).run
-            threading.Thread(target=live, name=f"environment {environment}", daemon=True).start()
-        calls = environments.pop(environment) if method == "close" else environments[environment]
-        calls.put((number, method, arguments))
+            _allow(_STACK_BYTES)
+            try:
+                threading.Thread(target=live, name=f"environment {environment}", daemon=True).start()
+            except RuntimeError as error:
+                answer(number, {"failure": f"no thread can be started for it: {error}", "detail": ""})
+                continue
+        if method != "close":
+            environments[environment].put((number, method, arguments))
+        elif environment in environments:
+            environments.pop(environment).put((number, method, arguments))
+            _allow(-_STACK_BYTES)
+        else:  # Who opened it was cancelled before it was made.
+            answer(number, {})
+
+
+def _allow(more_bytes: int) -> None:
+    """Move the limit of the address space, where there is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        with contextlib.suppress(ValueError):  # More than the hard limit.
+            resource.setrlimit(resource.RLIMIT_AS, (soft + more_bytes, hard))
 
 
 def _factory(path: str, settings: Mapping[str, Any], tools: str | None) -> Callable[[], Any]:
@@ -104,7 +129,17 @@ class _Life:
         self._runner: asyncio.Runner | None = None
 
     def run(self) -> None:
-        """Make each call when it comes."""
+        """Make each call when it comes. Where no answer can be given, the process ends."""
+        try:
+            self._run()
+        except BaseException:
+            with contextlib.suppress(BaseException):
+                traceback.print_exc()
+            os._exit(1)
+        if self._runner:
+            self._runner.close()
+
+    def _run(self) -> None:
         method = ""
         while method != "close":
             number, method, arguments = self._calls.get()
@@ -113,12 +148,12 @@ class _Life:
             except MisuseError as error:
                 answer = {"misuse": str(error)}
             except BaseException as error:  # SystemExit of the environment too.
-                detail = "".join(traceback.format_exception(error))[-_MAX_DETAIL_CHARACTERS:]
                 where = "it" if method == "make" else f"its method {method}"
-                answer = {"failure": f"{where} raises {described(error, self._file)}", "detail": detail}
+                answer = {"failure": f"{where} raises {type(error).__name__}", "detail": ""}
+                with contextlib.suppress(Exception):  # Its text may be code that raises.
+                    answer["failure"] = _plain(f"{where} raises {described(error, self._file)}")
+                    answer["detail"] = _plain("".join(traceback.format_exception(error))[-_MAX_DETAIL_CHARACTERS:])
             self._answer(number, answer)
-        if self._runner:
-            self._runner.close()
 
     def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
         if method == "make":
@@ -158,10 +193,14 @@ async def _wait_for(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _plain(value: Any) -> Any:
-    """The value with numbers and arrays of numpy and torch as plain ones."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """The value with numbers and arrays of numpy and torch as plain ones, and text that is UTF-8."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()  # A program's output may have surrogates.
+    if depth > _MAX_DEPTH:
+        raise MisuseError(f"it returned what is nested more than {_MAX_DEPTH} times")
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
