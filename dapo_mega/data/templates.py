@@ -188,10 +188,10 @@ def render_messages(
     if chat_tokenizer.chat_template is None:
         raise InputError("chat_template=true, but the tokenizer has no chat template; set it to false")
     text = chat_text(messages, chat_tokenizer, tools, add_generation_prompt)
-    if tools and text == chat_text(messages, chat_tokenizer, (), add_generation_prompt):
+    if tools and text == chat_text(messages, chat_tokenizer, [*tools, *tools], add_generation_prompt):
         raise InputError(
             f"the chat template of {chat_tokenizer.name_or_path} does not show tools: it writes the same prompt "
-            f"without them; use a template that takes tools, or an environment without"
+            f"for others; use a template that takes tools, or an environment without"
         )
     return text
 

@@ -196,7 +196,7 @@ def _split(text: str, messages: Messages) -> list[tuple[str, bool]]:
     for i, message in enumerate(messages):
         if bare := message["content"].strip():
             before, found, text = text.partition(_CONTENT.format(i))
-            if not found or _MARK in before:
+            if not found:
                 raise InputError(f"it drops, alters or moves what a message of role {message['role']} says")
             pieces += [(before, False), (bare, True)]
     if _MARK in text:

@@ -150,9 +150,8 @@ def test_the_chat_template_is_applied_once_with_its_own_special_tokens(tmp_path:
 
 def test_prompts_of_an_environment_show_its_tools_and_do_not_open_the_answer(tmp_path: Path) -> None:
     tokenizer = build_byte_tokenizer()
-    tokenizer.chat_template = (
-        "{{ tools[0].name }}{{ messages[0].content }}{% if add_generation_prompt %}<go>{% endif %}"
-    )
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ messages[0].content }}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}<go>{% endif %}"
     config = _dataset(tmp_path, [{"prompt": "1+1?", "answer": 2}], chat_template=True)
     render_with_tools = partial(render_messages, tools=[{"name": "add"}], add_generation_prompt=False)
     data = DataConfig(train=config, evaluation=config, max_prompt_tokens=100)

@@ -246,6 +246,7 @@ def test_what_was_thought_stays_where_the_template_would_strip_it():
         (chatml("{{ m.content | upper }}"), (), "does not show the policy's answer"),
         (chatml("{{ m.content }}{{ m.content if m.role == 'user' }}"), (), "twice|alters or moves"),
         (chatml("{{ messages | length }}{{ m.content }}"), (), "changes what is before the answer"),
+        (chatml("{{ '!' if messages | length > 2 }}{{ m.content }}"), (), "changes what is before the answer"),
         (chatml(loop="messages[-2:]"), (), "changes what is before|does not show"),
         (chatml(end="{{ '' if before_last and m.role == 'assistant' else '<|im_end|>' }}"), (), "changes the answer"),
         (
