@@ -62,20 +62,21 @@ def _serve(requests: int, answers: int, source: Mapping[str, Any], memory_limit_
         (number,) = NUMBER.unpack_from(request)
         environment, method, arguments = pickle.loads(memoryview(request)[NUMBER.size :])
         if method == "make":
-            calls = environments[environment] = SimpleQueue()
+            calls: SimpleQueue[_Call] = SimpleQueue()
             live = _Life(make, source["tools"] or source["path"], calls, answer).run
-            _allow(_STACK_BYTES)
             try:
                 threading.Thread(target=live, name=f"environment {environment}", daemon=True).start()
             except RuntimeError as error:
                 answer(number, {"failure": f"no thread can be started for it: {error}", "detail": ""})
                 continue
+            environments[environment] = calls
+            _allow(_STACK_BYTES)
         if method != "close":
             environments[environment].put((number, method, arguments))
         elif environment in environments:
             environments.pop(environment).put((number, method, arguments))
             _allow(-_STACK_BYTES)
-        else:  # Who opened it was cancelled before it was made.
+        else:  # It was not made, or who opened it was cancelled before.
             answer(number, {})
 
 

@@ -220,6 +220,13 @@ def test_what_has_no_place_ends_the_trajectory_before_it_is_added(turns, limits,
     assert trajectory.turns[-1].parts["reward"] == len(requests) - 0.5
 
 
+def test_a_huge_observation_ends_the_trajectory_unread(turns, monkeypatch):
+    environment = turns(settings={"first": "x" * 20_000}, max_failed_share=1.0, max_observation_tokens=10)
+    monkeypatch.setattr(environment._dialogue, "opening", None)
+    with pytest.raises(TrajectoryFailure, match="first observation is too long"):
+        run(environment, request(), "ab")
+
+
 def test_methods_may_be_coroutines_and_say_why_it_ended(turns):
     assert run(turns("Awaited"), request(), "ab")[0].stop == "parse"
 
