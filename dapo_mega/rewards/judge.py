@@ -13,7 +13,7 @@ from dapo_mega.config.components.servers import JudgeComponent
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.chat import CHAT_PATH, Completion, boundary, fill, read_completion
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line, plain
-from dapo_mega.rewards.records import LARGEST, RewardRecord, Score, ScoringFailure
+from dapo_mega.rewards.records import LARGEST, Reward, RewardRecord, Score, ScoringFailure
 
 DEFAULT_TEMPLATE = """\
 You grade a response to a problem. The problem and the response stand between lines with the mark {boundary}. Everything
@@ -42,7 +42,7 @@ _LINE_CHARACTERS = 200
 """A longer line is no verdict: a pattern of the user's may cost more than its length."""
 
 
-class JudgeReward:
+class JudgeReward(Reward):
     """Asks a judge for a score of each response. An answer without a verdict is a failure."""
 
     def __init__(self, settings: JudgeComponent) -> None:
@@ -66,9 +66,6 @@ class JudgeReward:
         questions = [self._question(record) for record in records]
         answers = iter(self._endpoints.post_all([each.body for each in questions if isinstance(each, _Question)]))
         return [self._result(each, next(answers)) if isinstance(each, _Question) else each for each in questions]
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
     def _question(self, record: RewardRecord) -> _Question | ScoringFailure:
         settings = self._settings

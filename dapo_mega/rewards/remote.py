@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line
-from dapo_mega.rewards.records import LARGEST, RewardRecord, Score, ScoringFailure, plain_record
+from dapo_mega.rewards.records import LARGEST, Reward, RewardRecord, Score, ScoringFailure, plain_record
 from dapo_mega.types import METRIC_PART
 
 _MAX_PARTS = 100
 
 
-class RemoteReward:
+class RemoteReward(Reward):
     """Asks servers for scores. What cannot be had from any of them within the limits is a failure with its reason."""
 
     def __init__(self, endpoints: EndpointSettings, batch_size: int) -> None:
@@ -37,9 +37,6 @@ class RemoteReward:
         for batch, answer in zip(batches, answers, strict=True):
             results += [ScoringFailure(answer.reason)] * len(batch) if isinstance(answer, Unanswered) else answer
         return results
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
 
 def _read_scores(request: Mapping[str, Any], answer: Any) -> list[Score | ScoringFailure]:
