@@ -10,7 +10,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +75,8 @@ class CodeReward(Budgeted):
         )
         self._limits = SandboxLimits(settings.memory_limit_mib, settings.file_limit_mib, settings.modules)
         self._isolation = isolation
-        self._numbers = _numbers()
+        # Numbers that other programs' sandboxes on this machine hardly have.
+        self._numbers = itertools.count(os.getpid() * 64)
         self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
         self._open: set[Sandbox] = set()
         self._lock = threading.Lock()
@@ -212,11 +213,6 @@ def _weight(case: Case) -> int:
 
 class _UnusableTests(Exception):
     """The tests cannot be run, whatever the solution."""
-
-
-def _numbers() -> Iterator[int]:
-    """Numbers that other programs' sandboxes on this machine hardly have."""
-    return itertools.count(os.getpid() * 64)
 
 
 def column(record: RewardRecord, name: str) -> Any:
