@@ -33,18 +33,6 @@ def shuffled(words: Words) -> Indices:
     return np.argsort(words, kind="stable")
 
 
-def easy_to_hard(
-    words: Words, difficulties: Floats, stages: Sequence[float], easiest: Literal["highest", "lowest"]
-) -> Indices:
-    """By difficulty [N], those of one stage shuffled. Stages begin at these values; without any, each value is one."""
-    hardness = -difficulties if easiest == "highest" else difficulties
-    if stages:
-        # A value at which a stage begins belongs to it, whatever the direction.
-        signed = sorted(-stage if easiest == "highest" else stage for stage in stages)
-        hardness = np.searchsorted(np.array(signed), hardness, side="right").astype(np.float64)
-    return np.lexsort((words, hardness))
-
-
 def prioritised(words: Words, weights: Floats) -> Indices:
     """Drawn one after the other without putting back, each with a probability proportional to its weight [N] >= 0.
 
@@ -120,8 +108,13 @@ class CurriculumOrder(PromptOrder):
     def of_epoch(self, of: OrderedPrompts, epoch: int) -> Indices:
         if epoch >= self.epochs:
             return shuffled(of.words(epoch))
-        difficulties = np.array([prompt.difficulty for prompt in of.prompts], np.float64)
-        return easy_to_hard(of.words(epoch), difficulties, self.stages, self.easiest)
+        sign = -1 if self.easiest == "highest" else 1
+        hardness = sign * np.array([prompt.difficulty for prompt in of.prompts], np.float64)
+        if self.stages:
+            # A value at which a stage begins belongs to it, whatever the direction.
+            signed = np.array(sorted(sign * stage for stage in self.stages))
+            hardness = np.searchsorted(signed, hardness, side="right").astype(np.float64)
+        return np.lexsort((of.words(epoch), hardness))
 
 
 class PrioritisedOrder(PromptOrder):

@@ -125,12 +125,6 @@ def sample_costs(lengths: Lengths, attention_cost: float) -> npt.NDArray[np.floa
     return lengths * (1.0 + attention_cost * lengths)
 
 
-def fewest_micro_batches(num_tokens: int, num_ranks: int, token_budget: int, count_multiple: int = 1) -> int:
-    """The least number of micro-batches per rank for `num_tokens`: a positive multiple of `count_multiple`."""
-    fewest = max(1, -(-num_tokens // (token_budget * num_ranks)))
-    return -(-fewest // count_multiple) * count_multiple
-
-
 def plan_micro_batches(
     lengths: Lengths, layout: PackingLayout, token_budget: int, together: Numbers | None = None
 ) -> Plan:

@@ -35,15 +35,6 @@ class ScatterGroups:
 
 
 @dataclass(frozen=True)
-class ScatteredSamples:
-    """`mini_batches[i][k]` are the samples of this replica's k-th micro-batch of the i-th optimizer update."""
-
-    mini_batches: list[list[FlatSamples]]
-    stats: PackingStats
-    engines: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class _Announcement:
     """The metadata that every rank gets before the samples.
 
@@ -58,8 +49,14 @@ class _Announcement:
     engines: tuple[str, ...]
 
 
-def scatter(samples: FlatSamples | None, plan: StepPlan | None, groups: ScatterGroups) -> ScatteredSamples:
-    """Send each replica the samples that it trains on, bit for bit. Rank 0 passes samples and plan, the others None."""
+def scatter(
+    samples: FlatSamples | None, plan: StepPlan | None, groups: ScatterGroups
+) -> tuple[list[list[FlatSamples]], PackingStats, tuple[str, ...]]:
+    """Send each replica the samples that it trains on, bit for bit. Rank 0 passes samples and plan, the others None.
+
+    Returns the samples of this replica's k-th micro-batch of the i-th optimizer update as [i][k], the statistics, and
+    the engines' URLs.
+    """
     box: list[_Announcement | None] = [None]
     if samples is not None and plan is not None:
         box = [_announcement(samples, plan)]
@@ -74,7 +71,7 @@ def scatter(samples: FlatSamples | None, plan: StepPlan | None, groups: ScatterG
     own = decode(sizes, body, sum(map(sum, counts)), announcement)
     parts = iter(own.split([count for mini_batch in counts for count in mini_batch]))
     mini_batches = [[next(parts) for _ in mini_batch] for mini_batch in counts]
-    return ScatteredSamples(mini_batches, announcement.stats, announcement.engines)
+    return mini_batches, announcement.stats, announcement.engines
 
 
 def _announcement(samples: FlatSamples, plan: StepPlan) -> _Announcement:

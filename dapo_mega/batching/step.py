@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dapo_mega.algorithms.aggregation import AggregationKind
 from dapo_mega.batching.microbatch import MicroBatch, pack
@@ -63,11 +64,7 @@ def pack_step(
     max_response_tokens: int,
 ) -> StepBatch:
     """Scatter and pack rank 0's samples. Collective; the other ranks pass None."""
-    own = scatter(planned.samples if planned else None, planned.plan if planned else None, groups)
-    mini_batches = tuple(
-        tuple(
-            pack(part, layout, aggregation=aggregation, max_response_tokens=max_response_tokens) for part in mini_batch
-        )
-        for mini_batch in own.mini_batches
-    )
-    return StepBatch(mini_batches, own.stats, own.engines)
+    samples, plan = (planned.samples, planned.plan) if planned else (None, None)
+    own, stats, engines = scatter(samples, plan, groups)
+    settings: dict[str, Any] = {"aggregation": aggregation, "max_response_tokens": max_response_tokens}
+    return StepBatch(tuple(tuple(pack(part, layout, **settings) for part in mini) for mini in own), stats, engines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,25 +18,10 @@ from dapo_mega.config.choices import settled
 from dapo_mega.config.presets import PRESETS
 
 KlPlacement = Literal["loss", "reward"]
-Preset = Literal[
-    "dapo",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "ppo",
-    "remax",
-    "kimi",
-    "gspo",
-    "cispo",
-    "sapo",
-    "topr",
-    "clip_cov",
-    "kl_cov",
-    "decoupled",
-]
+if TYPE_CHECKING:
+    Preset = str
+else:
+    Preset = Literal[tuple(PRESETS)]
 OldPolicy = Literal["step_start", "engine"]
 ImportanceLevel = Literal["token", "sequence"]
 

@@ -3,7 +3,6 @@
 Nothing here generates or scores.
 """
 
-from dapo_mega.data.arithmetic import ArithmeticDemonstration, ArithmeticTask, Problem
 from dapo_mega.data.cursor import PromptCursor
 from dapo_mega.data.prompts import (
     Demonstration,
@@ -16,24 +15,14 @@ from dapo_mega.data.prompts import (
     load_prompts,
     load_training_prompts,
 )
-from dapo_mega.data.readers import Row, read_rows
-from dapo_mega.data.sampler import PromptSampler
-from dapo_mega.data.templates import TEMPLATES, render, render_prompt
-from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer, load_tokenizer
+from dapo_mega.data.tokenizer import build_byte_tokenizer, load_tokenizer
 
 __all__ = [
-    "TEMPLATES",
-    "ArithmeticDemonstration",
-    "ArithmeticTask",
     "Demonstration",
-    "Problem",
     "PromptCursor",
     "PromptDataset",
-    "PromptSampler",
-    "Row",
     "TrainingPrompts",
     "build_byte_tokenizer",
-    "build_character_tokenizer",
     "check_dataset",
     "first_record",
     "load_demonstrations",
@@ -41,7 +30,4 @@ __all__ = [
     "load_prompts",
     "load_tokenizer",
     "load_training_prompts",
-    "read_rows",
-    "render",
-    "render_prompt",
 ]

@@ -72,25 +72,6 @@ class RenderedRow:
 
 
 @dataclass(frozen=True)
-class _Question:
-    """A row on its way to a `Prompt`: rendered, not yet tokenised.
-
-    `row` keeps the row's place, not its values; `truth` is the column's text and `answer` the answer extracted from it.
-    For the others see `Prompt`.
-    """
-
-    row: Row
-    text: str
-    problem: str
-    messages: tuple[Mapping[str, str], ...]
-    data_source: str
-    truth: str
-    answer: str
-    fields: dict[str, Any]
-    difficulty: float | None
-
-
-@dataclass(frozen=True)
 class TrainingPrompts:
     """The prompts of all datasets to train on, with `prompts[i].index == i`, and what was read of each dataset by its
     name."""
@@ -109,11 +90,7 @@ def load_training_prompts(
     datasets = {}
     prompts: list[Prompt] = []
     for name, dataset in config.training.items():
-        try:
-            limits = config.max_prompt_tokens, config.long_prompts
-            datasets[name] = load_prompts(dataset, tokenizer, *limits, render=render)
-        except InputError as error:
-            raise InputError(f"{config.key_of(name)}: {error}") from error
+        datasets[name] = _load_part(config, config.key_of(name), dataset, tokenizer, render)
         for prompt in datasets[name].prompts:
             source = prompt.data_source or name
             prompts.append(replace(prompt, index=len(prompts), dataset=name, data_source=source) if name else prompt)
@@ -125,11 +102,16 @@ def load_evaluation_prompts(
 ) -> PromptDataset:
     """The prompts of `data.evaluation`, which is given. Raises `InputError` as `load_prompts` does."""
     assert config.evaluation
+    return _load_part(config, "data.evaluation", config.evaluation, tokenizer, render)
+
+
+def _load_part(
+    config: DataConfig, key: str, dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase, render: Render
+) -> PromptDataset:
     try:
-        limits = config.max_prompt_tokens, config.long_prompts
-        return load_prompts(config.evaluation, tokenizer, *limits, render=render)
+        return load_prompts(dataset, tokenizer, config.max_prompt_tokens, config.long_prompts, render=render)
     except InputError as error:
-        raise InputError(f"data.evaluation: {error}") from error
+        raise InputError(f"{key}: {error}") from error
 
 
 def load_prompts(
@@ -184,7 +166,7 @@ def load_demonstrations(
     for row in read_rows(config, [config.columns.prompt, config.columns.response]):
         responses.append(_response(row, config))
         rows.append(Row(row.source, row.number, {}, row.unit))
-        texts.append(_prompt_text(row, config, tokenizer))
+        texts.append(_prompt(row, config, tokenizer)[2])
     if not rows:
         raise InputError(f"dataset {config.path} has no rows; give one with demonstrations")
     demonstrations: list[Demonstration] = []
@@ -213,7 +195,7 @@ def check_dataset(config: DatasetConfig, *, has_responses: bool = False) -> None
     num_rows = 0
     for row in islice(read_rows(config), _CHECKED_ROWS):
         num_rows += 1
-        _prompt_text(row, without_chat, None)
+        _prompt(row, without_chat, None)
         if has_responses:
             _response(row, config)
         else:
@@ -260,9 +242,11 @@ def first_rows(
 
 def _read_questions(
     config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, render: Render
-) -> tuple[list[_Question], int, int]:
-    """The distinct questions, the number of rows read, and the number of repeated rows that contradict the first."""
-    questions: dict[Any, _Question] = {}
+) -> tuple[list[tuple[Row, Prompt]], int, int]:
+    """The distinct questions, not yet tokenised, with the places of their rows; the number of rows read, and that of
+    repeated rows that contradict the first."""
+    questions: dict[Any, tuple[Row, Prompt]] = {}
+    truths: dict[Any, str] = {}
     num_rows = num_conflicting = 0
     template_text(config.template)  # A template that does not exist is refused before any file is read.
     for row in read_rows(config):
@@ -272,19 +256,27 @@ def _read_questions(
         num_rows += 1
         if key in questions:
             # Equal texts are not extracted again: DAPO-Math-17k repeats each a hundred times.
-            kept = questions[key]
-            num_conflicting += truth != kept.truth and extracted_answer(row, truth, config) != kept.answer
+            kept = questions[key][1].ground_truth
+            num_conflicting += truth != truths[key] and extracted_answer(row, truth, config) != kept
             continue
-        place = Row(row.source, row.number, {}, row.unit)
-        answer, fields = extracted_answer(row, truth, config), _fields(row, config)
-        source = _data_source(row, config)
-        difficulty = _difficulty(row, config)
-        questions[key] = _Question(place, text, problem, tuple(messages), source, truth, answer, fields, difficulty)
+        truths[key] = truth
+        prompt = Prompt(
+            index=len(questions),
+            text=text,
+            token_ids=_ids([]),
+            ground_truth=extracted_answer(row, truth, config),
+            fields=MappingProxyType(_fields(row, config)),
+            problem=problem,
+            messages=tuple(messages),
+            data_source=_data_source(row, config),
+            difficulty=_difficulty(row, config),
+        )
+        questions[key] = Row(row.source, row.number, {}, row.unit), prompt
     return list(questions.values()), num_rows, num_conflicting
 
 
 def _tokenized(
-    questions: Sequence[_Question],
+    questions: Sequence[tuple[Row, Prompt]],
     config: DatasetConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
@@ -292,33 +284,17 @@ def _tokenized(
 ) -> list[Prompt]:
     """Without `too_long` a prompt that is too long is left out."""
     prompts: list[Prompt] = []
-    rows = [question.row for question in questions]
-    encoded = _encode(rows, [question.text for question in questions], tokenizer, not config.chat_template)
-    for question, token_ids in zip(questions, encoded, strict=True):
-        _check_known(question.row, tokenizer, token_ids)
+    rows, texts = [row for row, _ in questions], [prompt.text for _, prompt in questions]
+    encoded = _encode(rows, texts, tokenizer, not config.chat_template)
+    for (row, prompt), token_ids in zip(questions, encoded, strict=True):
+        _check_known(row, tokenizer, token_ids)
         if len(token_ids) > max_prompt_tokens:
             if too_long is None:
                 continue
             reason = too_long.format(limit=max_prompt_tokens)
-            raise InputError(f"{question.row.where}: the prompt is {len(token_ids)} tokens, {reason}")
-        prompts.append(
-            Prompt(
-                index=len(prompts),
-                text=question.text,
-                token_ids=_ids(token_ids),
-                ground_truth=question.answer,
-                fields=MappingProxyType(question.fields),
-                problem=question.problem,
-                messages=question.messages,
-                data_source=question.data_source,
-                difficulty=question.difficulty,
-            )
-        )
+            raise InputError(f"{row.where}: the prompt is {len(token_ids)} tokens, {reason}")
+        prompts.append(replace(prompt, index=len(prompts), token_ids=_ids(token_ids)))
     return prompts
-
-
-def _prompt_text(row: Row, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    return _prompt(row, config, tokenizer)[2]
 
 
 def _prompt(

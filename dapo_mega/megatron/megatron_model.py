@@ -135,15 +135,14 @@ class MegatronModel:
         mini_batches = [[self.context_shard(micro) for micro in mini_batch] for mini_batch in batch.mini_batches]
         return replace(batch, mini_batches=tuple(map(tuple, mini_batches)))
 
-    def _run(
-        self, batches: Sequence[Batch], make_loss: MakeLoss, make_labels: MakeLabels, *, forward_only: bool
-    ) -> list[Any]:
-        """Run Megatron's schedule over micro-batches; returns what `make_loss`'s functions return, on the last
-        stage."""
+    def _run(self, batches: Sequence[Batch], make_labels: MakeLabels, make_loss: MakeLoss | None = None) -> list[Any]:
+        """Run Megatron's schedule over micro-batches; returns what `make_loss`'s functions return, on the last stage.
+        Without them there is no backward pass, and the head's outputs are returned."""
 
         def forward_step(iterator: Iterator[Batch], chunk: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
-            return self._forward(chunk, batch.micro_batch.to(self.processes.device), make_labels), make_loss(batch)
+            output = self._forward(chunk, batch.micro_batch.to(self.processes.device), make_labels)
+            return output, make_loss(batch) if make_loss else _as_it_is
 
         iterators = [iter(batches) for _ in self.chunks]
         results: list[Any] = self._schedule(
@@ -154,8 +153,8 @@ class MegatronModel:
             # Stages exchange the real shapes (variable_seq_lengths); the schedule only needs some length.
             seq_length=1,
             micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
+            forward_only=make_loss is None,
+            collect_non_loss_data=make_loss is None,
         )
         return results
 
@@ -172,3 +171,7 @@ class MegatronModel:
             batch.tokens[None], batch.positions[None], None, labels=make_labels(batch), packed_seq_params=segments
         )
         return output
+
+
+def _as_it_is(output: Tensor, non_loss_data: bool) -> Tensor:
+    return output

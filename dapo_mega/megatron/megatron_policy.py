@@ -50,10 +50,14 @@ class TokenScoring(MegatronModel):
             for _ in range(_CALIBRATION_PASSES if self._lacks_scales() else 0):
                 # Transformer Engine takes scales from passes with gradients only, none of which was made yet.
                 with torch.enable_grad():
-                    self._run(batches, _collect_scores, make_labels, forward_only=True)
+                    self._run(batches, make_labels)
             with torch.no_grad():
-                results = self._run(batches, _collect_scores, make_labels, forward_only=True)
-        return results if self.processes.is_last_stage else _no_scores(len(batches))
+                outputs = self._run(batches, make_labels)
+        return (
+            [TokenScores(*output.unbind()) for output in outputs]
+            if self.processes.is_last_stage
+            else _no_scores(len(batches))
+        )
 
     def _lacks_scales(self) -> bool:
         """Whether FP8 scales come from earlier passes (delayed scaling), and there was none."""
@@ -160,21 +164,8 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         update = self._step(batches, make_loss, partial(chosen_tokens, with_entropy=with_entropy), objective.sum_names)
         if scores is not None and not self.processes.is_last_stage:
             scores += _no_scores(len(batches))
-        metrics = {
-            **update.finite(objective.metrics(update.sums)),
-            "policy/empty_update_share": float(update.is_empty),
-            "policy/learning_rate": update.learning_rate,
-        }
-        if self.max_skipped:
-            metrics["policy/skipped_update_share"] = float(update.is_skipped)
-        if update.is_empty or update.is_skipped:
-            return metrics
-        metrics["policy/grad_norm"] = update.grad_norm
-        if "load_balancing_loss" in update.router_losses:
-            metrics["policy/load_balancing_loss"] = update.router_losses["load_balancing_loss"]
-        if "z_loss" in update.router_losses:
-            metrics["policy/router_z_loss"] = update.router_losses["z_loss"]
-        return metrics
+        of_loss = {**objective.metrics(update.sums), "policy/empty_update_share": float(update.is_empty)}
+        return self._metrics(update, of_loss)
 
 
 def chosen_tokens(batch: MicroBatch, *, with_entropy: bool) -> ChosenTokens:
@@ -191,13 +182,6 @@ def _stage_maker(arch: Architecture, temperature: float, compute: ComputeConfig)
         true_vocab_size=arch.vocab_size,
         fused=compute.fused_output_layer,
     )
-
-
-def _collect_scores(batch: TokenBatch) -> Callable[..., TokenScores]:
-    def scores(output: Tensor, non_loss_data: bool = True) -> TokenScores:
-        return TokenScores(*output.unbind())
-
-    return scores
 
 
 def _no_scores(num_batches: int) -> list[TokenScores]:

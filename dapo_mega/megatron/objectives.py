@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -63,25 +62,6 @@ class LossTerm:
     sums: Mapping[str, Tensor]
 
 
-class Objective(Protocol):
-    """A loss over packed micro-batches."""
-
-    @property
-    def needs(self) -> frozenset[LossNeed]:
-        """What `evaluate` needs: entropies, log-probs of the reference model or of the engine."""
-
-    @property
-    def sum_names(self) -> tuple[str, ...]:
-        """Names of the sums in every `LossTerm`, including `denominator`."""
-
-    def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
-        """The micro-batch's part of the loss."""
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a mini-batch, from the sums over all its micro-batches and ranks. A mean over nothing is left
-        out."""
-
-
 @dataclass(frozen=True)
 class PolicyGradient:
     """The policy loss of the settings (DAPO eq. 8 by default) with optional importance weights, KL and entropy.
@@ -98,16 +78,19 @@ class PolicyGradient:
 
     @property
     def needs(self) -> frozenset[LossNeed]:
+        """What `evaluate` needs: entropies, log-probs of the reference model or of the engine."""
         entropy: set[LossNeed] = {"entropy"} if self.settings.entropy_coefficient > 0 else set()
         reference: set[LossNeed] = {"reference"} if self.settings.kl_in_loss > 0 else set()
         return frozenset(entropy | reference | self.settings.policy_loss.needs)
 
     @property
     def sum_names(self) -> tuple[str, ...]:
+        """Names of the sums in every `LossTerm`, including `denominator`."""
         own = ("loss", "denominator", "loss_tokens", "kl_to_old", "kl_to_reference")
         return (*own, *self.settings.policy_loss.sum_names)
 
     def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
+        """The micro-batch's part of the loss."""
         settings, micro = self.settings, batch.micro_batch
         in_loss = micro.in_loss.to(outputs.logprobs.device)
         start_logprobs = outputs.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -183,6 +166,8 @@ class PolicyGradient:
         return importance, weights
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of a mini-batch, from the sums over all its micro-batches and ranks. A mean over nothing is left
+        out."""
         tokens = sums["loss_tokens"]
         of_tokens = {"policy/kl_to_old": sums["kl_to_old"]}
         if self.settings.kl_in_loss > 0:
@@ -210,6 +195,9 @@ class SupervisedLoss:
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return means_over(sums["denominator"], {"policy/loss": sums["loss"]})
+
+
+Objective = PolicyGradient | SupervisedLoss
 
 
 def needs_whole_trajectories(config: RunConfig) -> bool:

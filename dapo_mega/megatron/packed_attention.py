@@ -16,17 +16,6 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class SegmentBucket:
-    """Segments of similar length, right-padded to one block of `shape` [n, L]."""
-
-    shape: tuple[int, int]
-
-    @property
-    def num_slots(self) -> int:
-        return self.shape[0] * self.shape[1]
-
-
-@dataclass(frozen=True)
 class ContextPiece:
     """One of this rank's pieces of a segment: the local query positions, and the number of the segment's keys, from
     `first_key` of the whole micro-batch on, that the last query sees."""
@@ -42,7 +31,8 @@ class PackedSegments(PackedSeqParams):
 
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [T, 1, head_dim / 2] of this rank's tokens; None if queries and keys are rotated already."""
-    buckets: tuple[SegmentBucket, ...] = ()
+    buckets: tuple[tuple[int, int], ...] = ()
+    """Shapes [n, L] of blocks of segments of similar length, right-padded."""
     token_of_slot: Tensor | None = None
     """Packed position of every slot of all blocks, one block after the other; a padding slot repeats its segment's
     first token. None if all segments have one length, so that slots are tokens."""
@@ -78,9 +68,9 @@ def packed_segments(
     return segments
 
 
-def _plan_buckets(cu_seqlens: Tensor) -> tuple[tuple[SegmentBucket, ...], Tensor | None, Tensor | None]:
+def _plan_buckets(cu_seqlens: Tensor) -> tuple[tuple[tuple[int, int], ...], Tensor | None, Tensor | None]:
     """Blocks with the packed position of each slot and the slot of each packed position."""
-    buckets: list[SegmentBucket] = []
+    buckets: list[tuple[int, int]] = []
     starts = cu_seqlens[:-1].long()
     lengths = cu_seqlens.diff().long()
     order = torch.argsort(lengths, descending=True, stable=True)
@@ -94,9 +84,9 @@ def _plan_buckets(cu_seqlens: Tensor) -> tuple[tuple[SegmentBucket, ...], Tensor
         valid = offsets[None] < lengths[members][:, None]
         tokens.append((starts[members][:, None] + torch.where(valid, offsets[None], 0)).flatten())
         is_token.append(valid.flatten())
-        buckets.append(SegmentBucket((len(members), longest)))
+        buckets.append((len(members), longest))
         position += len(members)
-    if len(buckets) == 1 and int(lengths.min()) == buckets[0].shape[1]:
+    if len(buckets) == 1 and int(lengths.min()) == buckets[0][1]:
         return tuple(buckets), None, None
     token_of_slot = torch.cat(tokens)
     slots = torch.cat(is_token).nonzero()[:, 0]
@@ -162,30 +152,26 @@ class PackedAttention(torch.nn.Module):
             query, key = (_Rotate.apply(tensor, *packed_seq_params.rotary) for tensor in (query, key))
         # torch's fused kernels need equal head sizes, so pad the values with zeros and cut the output.
         missing = query.shape[-1] - value.shape[-1]
-        output = self._attend(query, key, F.pad(value, (0, missing)) if missing else value, packed_seq_params)
+        attend = self._attend_blocks if packed_seq_params.key_order is None else self._attend_pieces
+        output = attend(query, key, F.pad(value, (0, missing)) if missing else value, packed_seq_params)
         if missing:
             output = output.unflatten(1, query.shape[1:])[..., :-missing].flatten(1)
         return output.to(dtype)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSegments) -> Tensor:
-        if packed_seq_params.key_order is not None:
-            return self._attend_pieces(query, key, value, packed_seq_params)
-        return self._attend_blocks(query, key, value, packed_seq_params)
 
     def _attend_blocks(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-        sizes = [bucket.num_slots for bucket in segments.buckets]
+        sizes = [rows * length for rows, length in segments.buckets]
         if segments.token_of_slot is not None:
             query, key, value = (
                 _ToSlots.apply(tensor, segments.token_of_slot, segments.slot_of_token) for tensor in (query, key, value)
             )
         blocks = [tensor.split(sizes) for tensor in (query, key, value)]
         outputs = []
-        for bucket, *parts in zip(segments.buckets, *blocks, strict=True):
-            q, k, v = (part.unflatten(0, bucket.shape).transpose(1, 2) for part in parts)
-            length = bucket.shape[1]
+        for shape, *parts in zip(segments.buckets, *blocks, strict=True):
+            q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)
+            length = shape[1]
             is_windowed = self.window is not None and length > self.window
             visible = _visible(length, length, self.window, q.device) if is_windowed else None
             attended = F.scaled_dot_product_attention(

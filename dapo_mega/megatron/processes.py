@@ -61,7 +61,15 @@ def start_processes(config: ParallelConfig, seed: int) -> Processes:
         [data_rank * per_stage for data_rank in range(data_size)], backend="gloo", timeout=_CONTROL_TIMEOUT
     )
     replicas = [
-        dist.new_group(_replica_ranks(data_rank, data_size, config), backend="gloo", timeout=_CONTROL_TIMEOUT)
+        dist.new_group(
+            [
+                (stage * data_size + data_rank) * per_stage + i
+                for stage in range(config.pipeline)
+                for i in range(per_stage)
+            ],
+            backend="gloo",
+            timeout=_CONTROL_TIMEOUT,
+        )
         for data_rank in range(data_size)
     ]
     data_rank = parallel_state.get_data_parallel_rank()
@@ -84,13 +92,6 @@ def start_processes(config: ParallelConfig, seed: int) -> Processes:
         replica=replicas[data_rank],
         context=parallel_state.get_context_parallel_group() if config.context > 1 else None,
     )
-
-
-def _replica_ranks(data_rank: int, data_size: int, config: ParallelConfig) -> list[int]:
-    per_stage = config.tensor * config.context
-    return [
-        (stage * data_size + data_rank) * per_stage + i for stage in range(config.pipeline) for i in range(per_stage)
-    ]
 
 
 def _join_process_group(device: torch.device) -> None:

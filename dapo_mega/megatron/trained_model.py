@@ -34,7 +34,7 @@ from dapo_mega.types import Receivers, WeightBucket
 @dataclass(frozen=True)
 class Update:
     """What one optimizer step did: the sums of all micro-batches and ranks, and the gradient's norm before clipping.
-    `router_losses` are the auxiliary losses of a mixture of experts by Megatron's names, as means over layers,
+    `router_losses` are the auxiliary losses of a mixture of experts by their names in metrics, as means over layers,
     micro-batches and processes."""
 
     sums: Mapping[str, float]
@@ -130,7 +130,7 @@ class TrainedModel(MegatronModel):
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._summed(self._run(batches, make_loss, make_labels, forward_only=False), sum_names)
+        sums = self._summed(self._run(batches, make_labels, make_loss), sum_names)
         # Stepping first gives the first update 1 / warm-up of the learning rate instead of 0.
         self.scheduler.step(increment=1)
         grad_norm, is_skipped = 0.0, False
@@ -143,6 +143,16 @@ class TrainedModel(MegatronModel):
                 assert successful
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         return Update(sums, float(grad_norm), learning_rate, self._router_losses(len(batches)), is_skipped)
+
+    def _metrics(self, update: Update, of_loss: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of an update: those of its loss, and under the model's role what all losses have in common."""
+        metrics = {**update.finite(of_loss), f"{self.role}/learning_rate": update.learning_rate}
+        if self.max_skipped:
+            metrics[f"{self.role}/skipped_update_share"] = float(update.is_skipped)
+        if not update.is_empty and not update.is_skipped:
+            of_model = {"grad_norm": update.grad_norm, **update.router_losses}
+            metrics |= {f"{self.role}/{name}": value for name, value in of_model.items()}
+        return metrics
 
     def _is_refused(self, grad_norm: float) -> bool:
         """Collective: whether the gradient is not finite anywhere. Raises InputError after too many in a row."""
@@ -180,11 +190,11 @@ class TrainedModel(MegatronModel):
         return math.sqrt(total)
 
     def _router_losses(self, num_micro_batches: int) -> dict[str, float]:
-        wanted = []
+        wanted = {}
         if self.config.num_moe_experts and self.config.moe_router_load_balancing_type == "aux_loss":
-            wanted.append("load_balancing_loss")
+            wanted["load_balancing_loss"] = "load_balancing_loss"
         if self.config.num_moe_experts and self.config.moe_z_loss_coeff:
-            wanted.append("z_loss")
+            wanted["z_loss"] = "router_z_loss"
         if not wanted:
             return {}
         losses: dict[str, Tensor] = {}
@@ -193,12 +203,12 @@ class TrainedModel(MegatronModel):
             iteration=0,
             total_loss_dict=losses,
             force_initialize=True,
-            track_names=wanted,
+            track_names=list(wanted),
             num_layers=self.config.num_layers,
         )
         # Its tensors are for this model's number of layers; the next model to use it may have another.
         get_moe_layer_wise_logging_tracker().clear()
-        return {name: float(losses[name]) for name in wanted}
+        return {metric: float(losses[name]) for name, metric in wanted.items()}
 
     def weights(
         self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class ValueModel(TrainedModel):
             chunk.eval()
         with torch.no_grad():
             batches = [ValueBatch(micro_batch) for micro_batch in micro_batches]
-            values: list[Tensor] = self._run(batches, _collect_values, MicroBatch.response_rows, forward_only=True)
+            values: list[Tensor] = self._run(batches, MicroBatch.response_rows)
         return values if self.processes.is_last_stage else [torch.empty(0) for _ in micro_batches]
 
     def update(self, batches: Sequence[ValueBatch], loss: ValueLoss) -> dict[str, float]:
@@ -79,21 +79,4 @@ class ValueModel(TrainedModel):
             return evaluate
 
         update = self._step(batches, make_loss, MicroBatch.response_rows, loss.sum_names)
-        metrics = {**update.finite(loss.metrics(update.sums)), "critic/learning_rate": update.learning_rate}
-        if self.max_skipped:
-            metrics["critic/skipped_update_share"] = float(update.is_skipped)
-        if update.is_empty or update.is_skipped:
-            return metrics
-        metrics["critic/grad_norm"] = update.grad_norm
-        if "load_balancing_loss" in update.router_losses:
-            metrics["critic/load_balancing_loss"] = update.router_losses["load_balancing_loss"]
-        if "z_loss" in update.router_losses:
-            metrics["critic/router_z_loss"] = update.router_losses["z_loss"]
-        return metrics
-
-
-def _collect_values(batch: ValueBatch) -> Callable[..., Tensor]:
-    def values(output: Tensor, non_loss_data: bool = True) -> Tensor:
-        return output
-
-    return values
+        return self._metrics(update, loss.metrics(update.sums))

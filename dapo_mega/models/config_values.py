@@ -51,15 +51,9 @@ _NUMBERS = {
 }
 _OF_ROPE = {
     "rope_theta": (1.0, math.inf),
-    "partial_rotary_factor": (0.0, math.inf),
-    "factor": (0.0, math.inf),
-    "low_freq_factor": (0.0, math.inf),
-    "high_freq_factor": (0.0, math.inf),
-    "beta_fast": (0.0, math.inf),
-    "beta_slow": (0.0, math.inf),
-    "attention_factor": (0.0, math.inf),
+    **dict.fromkeys(("partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"), (0.0, math.inf)),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), (0.0, math.inf)),
 }
-_COUNTS_OF_ROPE = {"original_max_position_embeddings": (1, _LONGEST)}
 # Weights of a term: 0 leaves it out.
 _WEIGHTS_OF_ROPE = ("mscale", "mscale_all_dim")
 _SWITCHES = (
@@ -72,7 +66,6 @@ _SWITCHES = (
     "rope_interleave",
 )
 _LISTS = {"layer_types": str, "mlp_only_layers": int}
-_ROPE_RECORDS = ("rope_scaling", "rope_parameters")
 
 
 def check_values(raw: Mapping[str, Any]) -> None:
@@ -91,7 +84,7 @@ def check_values(raw: Mapping[str, Any]) -> None:
         found = raw.get(key)
         if found is not None and not (isinstance(found, list) and all(type(item) is kind for item in found)):
             raise InputError(f"{key}={_shown(found)} is no list of {kind.__name__}; correct it")
-    for record in _ROPE_RECORDS:
+    for record in ("rope_scaling", "rope_parameters"):
         _check_rope(record, raw.get(record))
 
 
@@ -102,8 +95,8 @@ def _check_rope(record: str, rope: Any) -> None:
         raise InputError(f"{record}={_shown(rope)} is no JSON object; correct it")
     for key, (above, below) in _OF_ROPE.items():
         _check_number(f"{record}.{key}", rope.get(key), above, below)
-    for key, (low, high) in _COUNTS_OF_ROPE.items():
-        _check_count(f"{record}.{key}", rope.get(key), low, high)
+    positions = "original_max_position_embeddings"
+    _check_count(f"{record}.{positions}", rope.get(positions), *_COUNTS[positions])
     for key in _WEIGHTS_OF_ROPE:
         if rope.get(key) != 0:
             _check_number(f"{record}.{key}", rope.get(key), 0.0, math.inf)

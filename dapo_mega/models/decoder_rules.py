@@ -25,8 +25,6 @@ def _projections(prefix: str, parts: tuple[str, ...], kind: str) -> tuple[str, .
     return tuple(f"{prefix}{part}_proj.{kind}" for part in parts)
 
 
-EMBEDDING = (TensorRule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), ShardRule.VOCAB),)
-
 INPUT_NORM = TensorRule(
     (MEGATRON_LAYER + "input_layernorm.weight", _ATTENTION + "linear_qkv.layer_norm_weight"),
     (HF_LAYER + "input_layernorm.weight",),
@@ -189,19 +187,3 @@ def shared_expert(name: str) -> tuple[TensorRule, ...]:
             layers="experts",
         ),
     )
-
-
-OUTPUT = (
-    TensorRule(("decoder.final_layernorm.weight",), ("model.norm.weight",), ShardRule.REPLICATED),
-    TensorRule(
-        ("output_layer.weight",),
-        ("lm_head.weight",),
-        ShardRule.VOCAB,
-        applies=lambda arch: not arch.tied_embeddings and not arch.has_value_head,
-    ),
-    TensorRule(
-        ("output_layer.weight",), ("score.weight",), ShardRule.REPLICATED, applies=lambda arch: arch.has_value_head
-    ),
-    TensorRule(("output_layer.bias",), ("score.bias",), ShardRule.REPLICATED, applies=lambda arch: arch.value_bias),
-)
-"""The final norm and the output layer: of the vocabulary, or of a value model."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from dapo_mega.errors import InputError
-from dapo_mega.models import decoder_rules as rules
 from dapo_mega.models import deepseek
 from dapo_mega.models.architecture import Architecture, ExpertGroups
 from dapo_mega.models.families import ModelFamily
@@ -60,8 +59,6 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
 FAMILY = ModelFamily(
     model_type="deepseek_v3",
     read=_read,
-    before_layers=rules.EMBEDDING,
     per_layer=deepseek.PER_LAYER,
-    after_layers=rules.OUTPUT,
     drops_further_layers=True,
 )

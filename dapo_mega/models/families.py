@@ -82,15 +82,34 @@ class PlacedTensor:
     expert: int | None = None
 
 
+EMBEDDING = (TensorRule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), ShardRule.VOCAB),)
+"""What all families have before their layers."""
+
+OUTPUT = (
+    TensorRule(("decoder.final_layernorm.weight",), ("model.norm.weight",), ShardRule.REPLICATED),
+    TensorRule(
+        ("output_layer.weight",),
+        ("lm_head.weight",),
+        ShardRule.VOCAB,
+        applies=lambda arch: not arch.tied_embeddings and not arch.has_value_head,
+    ),
+    TensorRule(
+        ("output_layer.weight",), ("score.weight",), ShardRule.REPLICATED, applies=lambda arch: arch.has_value_head
+    ),
+    TensorRule(("output_layer.bias",), ("score.bias",), ShardRule.REPLICATED, applies=lambda arch: arch.value_bias),
+)
+"""The final norm and the output layer: of the vocabulary, or of a value model."""
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """Everything that distinguishes one family: how its config reads and where its tensors go."""
 
     model_type: str
     read: Callable[[Mapping[str, Any]], Architecture]
-    before_layers: tuple[TensorRule, ...]
     per_layer: tuple[TensorRule, ...]
-    after_layers: tuple[TensorRule, ...]
+    before_layers: tuple[TensorRule, ...] = EMBEDDING
+    after_layers: tuple[TensorRule, ...] = OUTPUT
     drops_further_layers: bool = False
     """Whether layers on disk beyond num_hidden_layers are left out, as transformers does (multi-token prediction)."""
     has_token_classifier: bool = True

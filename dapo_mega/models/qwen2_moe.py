@@ -41,7 +41,6 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
 FAMILY = ModelFamily(
     model_type="qwen2_moe",
     read=_read,
-    before_layers=rules.EMBEDDING,
     per_layer=(
         *rules.ATTENTION,
         rules.MLP_NORM,
@@ -49,5 +48,4 @@ FAMILY = ModelFamily(
         *rules.EXPERTS,
         *rules.shared_expert("shared_expert"),
     ),
-    after_layers=rules.OUTPUT,
 )

@@ -21,7 +21,5 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
 FAMILY = ModelFamily(
     model_type="qwen3",
     read=_read,
-    before_layers=rules.EMBEDDING,
     per_layer=(*rules.ATTENTION, rules.MLP_NORM, *rules.DENSE_MLP),
-    after_layers=rules.OUTPUT,
 )

@@ -38,7 +38,5 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
 FAMILY = ModelFamily(
     model_type="qwen3_moe",
     read=_read,
-    before_layers=rules.EMBEDDING,
     per_layer=(*rules.ATTENTION, rules.MLP_NORM, *rules.DENSE_MLP, *rules.EXPERTS),
-    after_layers=rules.OUTPUT,
 )

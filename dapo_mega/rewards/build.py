@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from dapo_mega.config.components import (
     R1FormatComponent,
     RemoteComponent,
     RepetitionComponent,
-    ServerComponent,
 )
 from dapo_mega.rewards.built_in import (
     AnswerReward,
@@ -35,13 +34,13 @@ from dapo_mega.rewards.built_in import (
     R1FormatReward,
     RepetitionReward,
 )
-from dapo_mega.rewards.code import CodeReward, CodeSettings
+from dapo_mega.rewards.code import CodeReward
 from dapo_mega.rewards.composed import ComposedReward, WeightedReward
 from dapo_mega.rewards.endpoints import EndpointSettings
 from dapo_mega.rewards.function import FunctionReward
-from dapo_mega.rewards.judge import JudgeReward, JudgeSettings
+from dapo_mega.rewards.judge import JudgeReward
 from dapo_mega.rewards.records import Reward
-from dapo_mega.rewards.remote import RemoteReward, RemoteSettings
+from dapo_mega.rewards.remote import RemoteReward
 from dapo_mega.rewards.verifier import AnswerVerifier
 
 
@@ -76,25 +75,6 @@ def _function(component: FunctionComponent, run: Surroundings) -> Reward:
     )
 
 
-def _endpoints(component: ServerComponent) -> EndpointSettings:
-    return EndpointSettings(**component.model_dump(include={field.name for field in fields(EndpointSettings)}))
-
-
-def _remote(component: RemoteComponent, run: Surroundings) -> Reward:
-    return RemoteReward(RemoteSettings(_endpoints(component), component.batch_size))
-
-
-def _judge(component: JudgeComponent, run: Surroundings) -> Reward:
-    given = component.model_dump(include={field.name for field in fields(JudgeSettings)}, exclude_none=True)
-    if component.template_file:
-        given["template"] = Path(component.template_file).read_text()
-    return JudgeReward(JudgeSettings(endpoints=_endpoints(component), **given))
-
-
-def _code(component: CodeComponent, run: Surroundings) -> Reward:
-    return CodeReward(CodeSettings(**component.model_dump(include={field.name for field in fields(CodeSettings)})))
-
-
 _MAKERS: Mapping[type[ComponentConfig], Callable[[Any, Surroundings], Reward]] = {
     AnswerComponent: _answer,
     CoinComponent: lambda component, run: CoinReward(run.seed, component.correct, component.incorrect),
@@ -104,9 +84,9 @@ _MAKERS: Mapping[type[ComponentConfig], Callable[[Any, Surroundings], Reward]] =
     RepetitionComponent: lambda component, run: RepetitionReward(component.ngram_tokens),
     LengthDapoComponent: lambda component, run: OverlongReward(run.max_response_tokens, component.cache_tokens),
     FunctionComponent: _function,
-    RemoteComponent: _remote,
-    JudgeComponent: _judge,
-    CodeComponent: _code,
+    RemoteComponent: lambda component, run: RemoteReward(EndpointSettings.of(component), component.batch_size),
+    JudgeComponent: lambda component, run: JudgeReward(component),
+    CodeComponent: lambda component, run: CodeReward(component),
 }
 
 

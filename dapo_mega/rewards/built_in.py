@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Final
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dapo_mega.rewards.budget import Budgeted
-from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
+from dapo_mega.rewards.records import Reward, RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.shaping import accuracy_reward, soft_overlong_punishment
 from dapo_mega.rewards.thoughts import spoken
 from dapo_mega.rewards.verifier import AnswerVerifier
@@ -46,25 +46,6 @@ _LETTERS: Final = re.compile(r"[^\W\d_]+")
 _R1_TAGS: Final = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-class EnvironmentReward:
-    """The sum of the rewards of all turns; the last turn with `correct` decides whether the response is. A response
-    without turns, as one that was made up, is worth 0 and not correct."""
-
-    def score(self, records: Sequence[RewardRecord]) -> Scores:
-        return [self._of(record.turns) for record in records]
-
-    def _of(self, turns: Sequence[Mapping[str, float]]) -> Score:
-        sums = Counter[str]()
-        for turn in turns:
-            sums.update(turn)
-        said = [turn["correct"] for turn in turns if "correct" in turn] if turns else [0.0]
-        parts = {name: total for name, total in sums.items() if name not in ("reward", "correct")}
-        return Score(sums["reward"], bool(said[-1]) if said else None, parts)
-
-    def close(self) -> None:
-        pass
-
-
 class AnswerReward(Budgeted):
     """Compares answers with ground truths. DAPO eq. 7."""
 
@@ -90,7 +71,7 @@ class AnswerReward(Budgeted):
         self._verifier.close()
 
 
-class _RewardOfOne:
+class _RewardOfOne(Reward):
     """A reward that needs one record only, and no resources."""
 
     def score(self, records: Sequence[RewardRecord]) -> Scores:
@@ -99,8 +80,18 @@ class _RewardOfOne:
     def of(self, record: RewardRecord) -> Score:
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Nothing was started."""
+
+class EnvironmentReward(_RewardOfOne):
+    """The sum of the rewards of all turns; the last turn with `correct` decides whether the response is. A response
+    without turns, as one that was made up, is worth 0 and not correct."""
+
+    def of(self, record: RewardRecord) -> Score:
+        sums = Counter[str]()
+        for turn in record.turns:
+            sums.update(turn)
+        said = [turn["correct"] for turn in record.turns if "correct" in turn] if record.turns else [0.0]
+        parts = {name: total for name, total in sums.items() if name not in ("reward", "correct")}
+        return Score(sums["reward"], bool(said[-1]) if said else None, parts)
 
 
 class CoinReward(_RewardOfOne):

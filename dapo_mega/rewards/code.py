@@ -10,11 +10,12 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from dapo_mega.config.components.code import CodeComponent
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.budget import Budgeted, StepBudget
 from dapo_mega.rewards.code_tests import (
@@ -55,24 +56,6 @@ _FREE_SHARE, _LEAST_FREE_S = 0.05, 0.1
 _CLOCK_TO_CPU = 3.0
 
 
-@dataclass(frozen=True)
-class CodeSettings:
-    """Where tests are and how solutions run. A column is a name in the row, with dots into records, or ground_truth."""
-
-    tests_column: str = "ground_truth"
-    function_column: str = "fn_name"
-    setup_column: str = "test_setup_code"
-    entry_point_column: str = "entry_point"
-    partial_credit: bool = False
-    max_tests: int | None = None
-    time_limit_s: float = 4.0
-    memory_limit_mib: int = 512
-    file_limit_mib: int = 8
-    float_tolerance: float = 1e-6
-    modules: tuple[str, ...] = ()
-    num_workers: int = 2
-
-
 class CodeReward(Budgeted):
     """1 for a solution that passes all its tests, else 0 or the share that it passes; correct if it passes all.
 
@@ -81,7 +64,7 @@ class CodeReward(Budgeted):
     Raises InputError where solutions cannot be run here, or are not held back as they must be.
     """
 
-    def __init__(self, settings: CodeSettings, isolation: Isolation | None = None) -> None:
+    def __init__(self, settings: CodeComponent, isolation: Isolation | None = None) -> None:
         """`isolation` asks for one kind; by default the best that the kernel allows is used, and logged once."""
         self._settings = settings
         self._free_s = min(settings.time_limit_s, max(_LEAST_FREE_S, _FREE_SHARE * settings.time_limit_s))
@@ -92,7 +75,8 @@ class CodeReward(Budgeted):
         )
         self._limits = SandboxLimits(settings.memory_limit_mib, settings.file_limit_mib, settings.modules)
         self._isolation = isolation
-        self._numbers = _numbers()
+        # Numbers that other programs' sandboxes on this machine hardly have.
+        self._numbers = itertools.count(os.getpid() * 64)
         self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
         self._open: set[Sandbox] = set()
         self._lock = threading.Lock()
@@ -229,11 +213,6 @@ def _weight(case: Case) -> int:
 
 class _UnusableTests(Exception):
     """The tests cannot be run, whatever the solution."""
-
-
-def _numbers() -> Iterator[int]:
-    """Numbers that other programs' sandboxes on this machine hardly have."""
-    return itertools.count(os.getpid() * 64)
 
 
 def column(record: RewardRecord, name: str) -> Any:

@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from dapo_mega.config.components.servers import url_problem
+from dapo_mega.config.components.servers import ServerComponent, url_problem
 from dapo_mega.distributed.event_loops import outer_loop_set_aside
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.bounded_http import open_session
@@ -43,6 +43,11 @@ class EndpointSettings:
     timeout_s: float = 60.0
     deadline_s: float = 300.0
     attempts: int = 3
+
+    @classmethod
+    def of(cls, component: ServerComponent) -> EndpointSettings:
+        """Those of a reward."""
+        return cls(**component.model_dump(include={field.name for field in fields(cls)}))
 
 
 @dataclass(frozen=True)

@@ -52,23 +52,14 @@ def _last_number(text: str) -> str | None:
     return matches[-1].rstrip(",") if matches else None
 
 
-def _in_tags(text: str) -> str | None:
-    """Content of the last `<answer>...</answer>`, as DeepSeek-R1-Zero's template asks for."""
-    return tagged(text, must_close=True)
-
-
-def _whole_text(text: str) -> str | None:
-    return text
-
-
 _EXTRACTORS: Final[dict[str, Callable[[str], str | None]]] = {
     "dapo": _last_answer_line,
     "boxed": lambda text: last_boxed(spoken(text)),
-    "r1": lambda text: _in_tags(spoken(text)),
+    "r1": lambda text: tagged(spoken(text), must_close=True),
     "gsm8k": lambda text: _after_hashes(spoken(text)),
     "auto": find_answer,
     "last_number": lambda text: _last_number(spoken(text)),
-    "none": _whole_text,
+    "none": lambda text: text,
 }
 
 
@@ -90,10 +81,7 @@ def extract_answer(response: str, style: str = "dapo") -> str | None:
     Raises ValueError for an unknown style.
     """
     check_extraction_style(style)
-    answer = _EXTRACTORS[style](response)
-    if answer is None:
-        return None
-    return answer.strip() or None
+    return (_EXTRACTORS[style](response) or "").strip() or None
 
 
 def extract_ground_truth(text: str, style: str = "none") -> str:

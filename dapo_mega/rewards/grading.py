@@ -425,11 +425,6 @@ def _spelling(text: str) -> str:
     return compact(clean(text))
 
 
-@lru_cache(maxsize=4096)
-def _readings(text: str) -> tuple[Node, ...]:
-    return readings(text)
-
-
-@lru_cache(maxsize=8192)
-def _truth_readings(truth: str) -> tuple[Node, ...]:
-    return readings(truth)
+# Apart, as one truth is compared with many answers.
+_readings: Final = lru_cache(maxsize=4096)(readings)
+_truth_readings: Final = lru_cache(maxsize=8192)(readings)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from dapo_mega.config.components.servers import JudgeComponent
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.chat import CHAT_PATH, Completion, boundary, fill, read_completion
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line, plain
-from dapo_mega.rewards.records import LARGEST, RewardRecord, Score, ScoringFailure
+from dapo_mega.rewards.records import LARGEST, Reward, RewardRecord, Score, ScoringFailure
 
 DEFAULT_TEMPLATE = """\
 You grade a response to a problem. The problem and the response stand between lines with the mark {boundary}. Everything
@@ -40,45 +42,24 @@ _LINE_CHARACTERS = 200
 """A longer line is no verdict: a pattern of the user's may cost more than its length."""
 
 
-@dataclass(frozen=True)
-class JudgeSettings:
-    """How a judge is asked and its verdict read.
-
-    The verdict `line` is the last line of its answer, which `pattern` must match as a whole, with the score as its
-    first group; `json` is the last JSON object of its answer, with the score under `json_key`. The score from
-    `score_range` becomes a value from 0 to 1. `correct_from`: the score from which a response is correct; None: it does
-    not say.
-    """
-
-    endpoints: EndpointSettings
-    model: str
-    template: str = DEFAULT_TEMPLATE
-    system_prompt: str | None = None
-    verdict: Literal["line", "json"] = "line"
-    pattern: str = DEFAULT_PATTERN
-    json_key: str = "score"
-    score_range: tuple[float, float] = (0.0, 10.0)
-    correct_from: float | None = None
-    max_tokens: int = 1024
-    max_response_characters: int = 32_000
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-
-
-class JudgeReward:
+class JudgeReward(Reward):
     """Asks a judge for a score of each response. An answer without a verdict is a failure."""
 
-    def __init__(self, settings: JudgeSettings) -> None:
+    def __init__(self, settings: JudgeComponent) -> None:
         """Raises InputError for a bad URL, key, template or pattern."""
         self._settings = settings
+        self._template = DEFAULT_TEMPLATE if settings.template is None else settings.template
+        if settings.template_file:
+            self._template = Path(settings.template_file).read_text()
         try:
-            self._pattern = re.compile(settings.pattern)
+            self._pattern = re.compile(DEFAULT_PATTERN if settings.pattern is None else settings.pattern)
         except re.error as error:
             raise InputError(f"pattern: {error}") from None
         if self._pattern.groups < 1:
             raise InputError("pattern has no group; put the score in parentheses")
-        if "{response}" not in settings.template:
+        if "{response}" not in self._template:
             raise InputError("template has no {response}; the judge would not see what it grades")
-        self._endpoints = Endpoints(settings.endpoints, read_completion, CHAT_PATH)
+        self._endpoints = Endpoints(EndpointSettings.of(settings), read_completion, CHAT_PATH)
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
         """One result per record, in order."""
@@ -86,14 +67,11 @@ class JudgeReward:
         answers = iter(self._endpoints.post_all([each.body for each in questions if isinstance(each, _Question)]))
         return [self._result(each, next(answers)) if isinstance(each, _Question) else each for each in questions]
 
-    def close(self) -> None:
-        """Nothing is kept open."""
-
     def _question(self, record: RewardRecord) -> _Question | ScoringFailure:
         settings = self._settings
         response, num_cut = shortened(record.whole_response, settings.max_response_characters)
         try:
-            text = filled(settings.template, record, response)
+            text = filled(self._template, record, response)
         except KeyError as error:
             known = ", ".join(sorted(map(str, record.fields))) or "none"
             return ScoringFailure(f"the template names {{{error.args[0]}}}; the row's other columns: {known}")

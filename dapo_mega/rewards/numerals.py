@@ -34,14 +34,6 @@ class Numeral:
     is_decimal: bool
 
 
-def _read_decimal(match: re.Match[str]) -> Numeral | None:
-    exponent = int(match["e"] or match["braced"] or match["bare"] or 0)
-    if abs(exponent) > MAX_DECIMAL_EXPONENT:
-        return None
-    is_decimal = "." in match["mantissa"] or match["e"] is not None
-    return Numeral(Fraction(match["mantissa"]) * Fraction(10) ** exponent, is_decimal)
-
-
 def _read_fraction(sign: str, whole: str | None, top: str, bottom: str) -> Numeral | None:
     if int(bottom) == 0:
         return None
@@ -58,7 +50,11 @@ def parse_numeral(text: str) -> Numeral | None:
     if _INTEGER.fullmatch(text):
         return Numeral(Fraction(int(text)), is_decimal=False)
     if match := _DECIMAL.fullmatch(text):
-        return _read_decimal(match)
+        exponent = int(match["e"] or match["braced"] or match["bare"] or 0)
+        if abs(exponent) > MAX_DECIMAL_EXPONENT:
+            return None
+        is_decimal = "." in match["mantissa"] or match["e"] is not None
+        return Numeral(Fraction(match["mantissa"]) * Fraction(10) ** exponent, is_decimal)
     if match := _MIXED.fullmatch(text):
         return _read_fraction(match["sign"], match["whole"], match["top"], match["bottom"])
     if match := _QUOTIENT.fullmatch(text):

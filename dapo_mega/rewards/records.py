@@ -83,12 +83,13 @@ def plain_record(record: RewardRecord) -> dict[str, Any]:
 
 
 class Reward(Protocol):
-    """One reward: `score` returns one result per record, in order; `close` ends what it started, and may be called
-    again.
+    """One reward: `score` returns one result per record, in order.
 
     `score` raises InputError for what trying again cannot mend, such as a function that returns too few scores.
     """
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what it started, by default nothing. May be called again."""
+        return

@@ -9,35 +9,26 @@ number, or `{"score": number, "correct": bool or null, "parts": {name: number}, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered, one_line
-from dapo_mega.rewards.records import LARGEST, RewardRecord, Score, ScoringFailure, plain_record
+from dapo_mega.rewards.records import LARGEST, Reward, RewardRecord, Score, ScoringFailure, plain_record
 from dapo_mega.types import METRIC_PART
 
 _MAX_PARTS = 100
 
 
-@dataclass(frozen=True)
-class RemoteSettings:
-    """`batch_size` records travel in one request."""
-
-    endpoints: EndpointSettings
-    batch_size: int = 32
-
-
-class RemoteReward:
+class RemoteReward(Reward):
     """Asks servers for scores. What cannot be had from any of them within the limits is a failure with its reason."""
 
-    def __init__(self, settings: RemoteSettings) -> None:
-        """Raises InputError for a bad URL or key."""
-        self._settings = settings
-        self._endpoints = Endpoints(settings.endpoints, _read_scores)
+    def __init__(self, endpoints: EndpointSettings, batch_size: int) -> None:
+        """`batch_size` records travel in one request. Raises InputError for a bad URL or key."""
+        self._batch_size = batch_size
+        self._endpoints = Endpoints(endpoints, _read_scores)
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
         """One result per record, in order."""
-        size = self._settings.batch_size
+        size = self._batch_size
         batches = [records[start : start + size] for start in range(0, len(records), size)]
         answers = self._endpoints.post_all(
             [{"records": [plain_record(record) for record in batch]} for batch in batches]
@@ -46,9 +37,6 @@ class RemoteReward:
         for batch, answer in zip(batches, answers, strict=True):
             results += [ScoringFailure(answer.reason)] * len(batch) if isinstance(answer, Unanswered) else answer
         return results
-
-    def close(self) -> None:
-        """Nothing is kept open."""
 
 
 def _read_scores(request: Mapping[str, Any], answer: Any) -> list[Score | ScoringFailure]:

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Final, Literal, Self
 
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
@@ -109,12 +108,7 @@ class AnswerVerifier:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -138,10 +132,14 @@ class AnswerVerifier:
         # Responses to one prompt often agree: each pair is compared once.
         open_forms = list(dict.fromkeys(form for found in settled if isinstance(found, list) for form in found))
         outcomes = dict(zip(open_forms, self._compare_all(open_forms), strict=True)) if open_forms else {}
-        return [
-            found if not isinstance(found, list) else _best(answer, [outcomes[form] for form in found])
-            for answer, found in zip(answers, settled, strict=True)
-        ]
+        verdicts = []
+        for answer, found in zip(answers, settled, strict=True):
+            if isinstance(found, list):
+                of_golds = [outcomes[form] for form in found]
+                outcome = "correct" if "correct" in of_golds else of_golds[0]
+                found = Verdict(outcome == "correct", answer, outcome)
+            verdicts.append(found)
+        return verdicts
 
     def _settle_any(self, answer: str | None, golds: Sequence[str]) -> Verdict | list[Forms]:
         """The verdict against several right answers if it is cheap, else what workers must compare."""
@@ -213,9 +211,3 @@ class AnswerVerifier:
             return "crash"
         finally:
             self._idle.put(worker)
-
-
-def _best(answer: str | None, outcomes: Sequence[Outcome]) -> Verdict:
-    """The verdict on an answer that was compared with several right ones."""
-    outcome = "correct" if "correct" in outcomes else outcomes[0]
-    return Verdict(outcome == "correct", answer, outcome)

@@ -20,7 +20,6 @@ import numpy.typing as npt
 from dapo_mega.batching.plan import (
     PackingLayout,
     Plan,
-    fewest_micro_batches,
     padded_lengths,
     plan_micro_batches,
     sample_costs,
@@ -85,7 +84,8 @@ def _row(lengths: npt.NDArray[np.int64], num_ranks: int, options: argparse.Names
     seconds = time.process_time() - started
     sizes = padded_lengths(lengths, options.segment_multiple)
     num_tokens, count = int(lengths.sum()), len(plan[0])
-    fewest = fewest_micro_batches(int(sizes.sum()), num_ranks, options.budget, options.count_multiple)
+    at_least = max(1, -(-int(sizes.sum()) // (options.budget * num_ranks)))
+    fewest = -(-at_least // options.count_multiple) * options.count_multiple
     longest = max(int(sizes[indices].sum()) for rank in plan for indices in rank)
     costs = _rank_costs(plan, sample_costs(sizes, attention_cost))
     return (

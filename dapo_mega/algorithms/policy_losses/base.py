@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dapo_mega.algorithms.ratios import MAX_LOG_RATIO
+from dapo_mega.algorithms.ratios import MAX_LOG_RATIO, means_over
 from dapo_mega.declared import Metric, Section
 
 if TYPE_CHECKING:  # The configuration is read without torch.
@@ -80,7 +80,7 @@ class PolicyLoss(Section):
     kind: str
 
     described_metrics: ClassVar[tuple[Metric, ...]] = ()
-    """The catalogue's entries of what `metrics` returns."""
+    """The catalogue's entries of what `metrics` returns, by whose names `token_losses` returns sums."""
     chooses_tokens: ClassVar[bool] = False
     """Whether tokens of the whole step are chosen for it by their covariance, before the updates."""
 
@@ -97,16 +97,16 @@ class PolicyLoss(Section):
     @property
     def sum_names(self) -> tuple[str, ...]:
         """Names of the sums that `token_losses` returns."""
-        return ()
+        return tuple(metric.name for metric in self.described_metrics)
 
     def token_losses(self, tokens: LossInputs) -> TokenLosses:
         """The loss of every token. Raises ValueError for inputs of different shapes."""
         raise NotImplementedError
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of a mini-batch from the sums over all its tokens and from `loss_tokens`, their number. A mean over
-        nothing is left out."""
-        return {}
+        """Metrics of a mini-batch from the sums over all its tokens and from `loss_tokens`, their number: by default
+        the means of all sums. A mean over nothing is left out."""
+        return means_over(sums["loss_tokens"], {name: sums[name] for name in self.sum_names})
 
 
 RATIO_MEAN = Metric(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -23,57 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
-class ClippedTokens:
-    """The result of clipping for each token, all [T].
-
-    `loss` carries the gradient. `clipped_low` / `clipped_high` mark tokens whose gradient the lower / upper bound
-    removed, `clipped_dual` tokens bounded by the dual clip; `ratio` is pi_theta / pi_old, detached.
-    """
-
-    loss: Tensor
-    ratio: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
-    clipped_dual: Tensor
-
-
-def clipped_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> ClippedTokens:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token (DAPO eq. 8 and 10); all inputs [T].
-
-    `dual_clip` c bounds the loss of negative advantages by -c A (public DAPO code, c = 10).
-    """
-    if not (logprobs.shape == old_logprobs.shape == advantages.shape and logprobs.ndim == 1):
-        raise ValueError(
-            f"expected three tensors of one shape [T], got {tuple(logprobs.shape)}, {tuple(old_logprobs.shape)}, "
-            f"{tuple(advantages.shape)}"
-        )
-    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    unclipped = -ratio * advantages
-    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    loss = unclipped.maximum(clipped)
-    active = clipped > unclipped
-    clipped_dual = active.new_zeros(active.shape)
-    if dual_clip is not None:
-        bound = -dual_clip * advantages
-        clipped_dual = (advantages < 0) & (loss > bound)
-        loss = bound.where(clipped_dual, loss)
-    return ClippedTokens(
-        loss=loss,
-        ratio=ratio.detach(),
-        clipped_low=active & (advantages < 0),
-        clipped_high=active & (advantages > 0),
-        clipped_dual=clipped_dual,
-    )
+_UP_CLIPPED = "policy/up_clipped_probability"
 
 
 class ClipLoss(PolicyLoss):
@@ -99,13 +48,6 @@ class ClipLoss(PolicyLoss):
         description="Bounds the loss of a token with negative advantage A at -dual_clip x A. null: no bound.",
     )
 
-    sum_names: ClassVar[tuple[str, ...]] = (
-        "clipped_low",
-        "clipped_high",
-        "clipped_dual",
-        "ratio",
-        "up_clipped_probability",
-    )
     described_metrics: ClassVar[tuple[Metric, ...]] = (
         RATIO_MEAN,
         CLIP_LOW_SHARE,
@@ -120,7 +62,7 @@ class ClipLoss(PolicyLoss):
             "lower `optimizer.learning_rate`; look at the mismatch",
         ),
         Metric(
-            "policy/up_clipped_probability",
+            _UP_CLIPPED,
             "probability",
             "Mean probability of the tokens that the upper bound clips; missing where it clips none.",
             "below 0.2 (DAPO, figure 3a): the upper bound holds back unlikely tokens",
@@ -133,35 +75,38 @@ class ClipLoss(PolicyLoss):
         return self._of(tokens, tokens.logprobs, tokens.old_logprobs)
 
     def _of(self, tokens: LossInputs, logprobs: Tensor, old_logprobs: Tensor) -> TokenLosses:
-        """`clipped_loss` of these log-probs [T], which may be those of whole responses."""
-        terms = clipped_loss(
-            logprobs,
-            old_logprobs,
-            tokens.advantages,
-            clip_low=self.low,
-            clip_high=self.high,
-            dual_clip=self.dual_clip,
-        )
-        up_clipped = terms.clipped_high & tokens.in_loss
+        """-min(r A, clip(r, 1 - low, 1 + high) A) of these log-probs [T], which may be those of whole responses (DAPO
+        eq. 8 and 10). `dual_clip` c bounds the loss of negative advantages by -c A (public DAPO code, c = 10)."""
+        advantages, in_loss = tokens.advantages, tokens.in_loss
+        if not (logprobs.shape == old_logprobs.shape == advantages.shape and logprobs.ndim == 1):
+            raise ValueError(
+                f"expected three tensors of one shape [T], got {tuple(logprobs.shape)}, {tuple(old_logprobs.shape)}, "
+                f"{tuple(advantages.shape)}"
+            )
+        ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        unclipped = -ratio * advantages
+        clipped = -ratio.clamp(1 - self.low, 1 + self.high) * advantages
+        loss = unclipped.maximum(clipped)
+        active = clipped > unclipped
+        clipped_dual = active.new_zeros(active.shape)
+        if self.dual_clip is not None:
+            bound = -self.dual_clip * advantages
+            clipped_dual = (advantages < 0) & (loss > bound)
+            loss = bound.where(clipped_dual, loss)
+        up_clipped = active & (advantages > 0) & in_loss
         sums = {
-            "clipped_low": (terms.clipped_low & tokens.in_loss).sum(),
-            "clipped_high": up_clipped.sum(),
-            "clipped_dual": (terms.clipped_dual & tokens.in_loss).sum(),
-            "ratio": (terms.ratio * tokens.in_loss).sum(),
-            "up_clipped_probability": (tokens.logprobs.detach().exp() * up_clipped).sum(),
+            RATIO_MEAN.name: (ratio.detach() * in_loss).sum(),
+            CLIP_LOW_SHARE.name: (active & (advantages < 0) & in_loss).sum(),
+            CLIP_HIGH_SHARE.name: up_clipped.sum(),
+            "policy/dual_clip_share": (clipped_dual & in_loss).sum(),
+            _UP_CLIPPED: (tokens.logprobs.detach().exp() * up_clipped).sum(),
         }
-        return TokenLosses(terms.loss, sums)
+        return TokenLosses(loss, sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        tokens = sums["loss_tokens"]
-        shares = {
-            "policy/clip_low_share": sums["clipped_low"],
-            "policy/clip_high_share": sums["clipped_high"],
-            "policy/dual_clip_share": sums["clipped_dual"],
-            "policy/ratio_mean": sums["ratio"],
-        }
-        up_clipped = {"policy/up_clipped_probability": sums["up_clipped_probability"]}
-        return {**means_over(tokens, shares), **means_over(sums["clipped_high"], up_clipped)}
+        metrics = super().metrics(sums)
+        metrics.pop(_UP_CLIPPED, None)
+        return {**metrics, **means_over(sums[CLIP_HIGH_SHARE.name], {_UP_CLIPPED: sums[_UP_CLIPPED]})}
 
 
 class GspoLoss(ClipLoss):
@@ -174,9 +119,7 @@ class GspoLoss(ClipLoss):
 
     kind: Literal["gspo"] = "gspo"  # type: ignore[assignment]
 
-    @property
-    def is_sequence_level(self) -> bool:
-        return True
+    is_sequence_level: ClassVar[bool] = True
 
     def token_losses(self, tokens: LossInputs) -> TokenLosses:
         means = tokens.response_log_ratios() / tokens.response_lengths()

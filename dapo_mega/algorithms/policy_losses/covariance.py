@@ -6,14 +6,12 @@ These tokens have a high covariance of log-prob and advantage, (log p - mean) (A
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from dapo_mega.algorithms.policy_losses.base import RATIO_MEAN, LossInputs, PolicyLoss, TokenLosses
 from dapo_mega.algorithms.policy_losses.clip import ClipLoss
-from dapo_mega.algorithms.ratios import means_over
 from dapo_mega.declared import Metric
 
 if TYPE_CHECKING:
@@ -47,7 +45,6 @@ class ClipCovLoss(ClipLoss):
         "within.",
     )
 
-    sum_names: ClassVar[tuple[str, ...]] = (*ClipLoss.sum_names, "chosen")
     described_metrics: ClassVar[tuple[Metric, ...]] = (*ClipLoss.described_metrics, COVARIANCE_SHARE)
     chooses_tokens: ClassVar[bool] = True
 
@@ -68,12 +65,8 @@ class ClipCovLoss(ClipLoss):
     def token_losses(self, tokens: LossInputs) -> TokenLosses:
         losses = super().token_losses(tokens)
         chosen = tokens.chosen_tokens()
-        sums = {**losses.sums, "chosen": (chosen & tokens.in_loss).sum()}
+        sums = {**losses.sums, COVARIANCE_SHARE.name: (chosen & tokens.in_loss).sum()}
         return TokenLosses(losses.loss.detach().where(chosen, losses.loss), sums)
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        share = {"policy/covariance_share": sums["chosen"]}
-        return {**super().metrics(sums), **means_over(sums["loss_tokens"], share)}
 
 
 class KlCovLoss(PolicyLoss):
@@ -89,7 +82,6 @@ class KlCovLoss(PolicyLoss):
     )
     kl: float = Field(default=1.0, ge=0, description="Weight of |log r| in the loss of the tokens that are held back.")
 
-    sum_names: ClassVar[tuple[str, ...]] = ("ratio", "chosen")
     described_metrics: ClassVar[tuple[Metric, ...]] = (RATIO_MEAN, COVARIANCE_SHARE)
     chooses_tokens: ClassVar[bool] = True
 
@@ -102,9 +94,8 @@ class KlCovLoss(PolicyLoss):
         log_ratios, chosen = tokens.log_ratios(), tokens.chosen_tokens()
         ratios = log_ratios.exp()
         loss = -ratios * tokens.advantages + self.kl * chosen * log_ratios.abs()
-        sums = {"ratio": (ratios.detach() * tokens.in_loss).sum(), "chosen": (chosen & tokens.in_loss).sum()}
+        sums = {
+            RATIO_MEAN.name: (ratios.detach() * tokens.in_loss).sum(),
+            COVARIANCE_SHARE.name: (chosen & tokens.in_loss).sum(),
+        }
         return TokenLosses(loss, sums)
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        totals = {"policy/ratio_mean": sums["ratio"], "policy/covariance_share": sums["chosen"]}
-        return means_over(sums["loss_tokens"], totals)

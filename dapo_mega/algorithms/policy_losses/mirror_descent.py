@@ -26,6 +26,7 @@ class MirrorDescentLoss(PolicyLoss):
         default=0.1, gt=0, description="tau: how strongly a response's probability is held at its old value."
     )
 
+    is_sequence_level: ClassVar[bool] = True
     sum_names: ClassVar[tuple[str, ...]] = ("squared_log_ratios", "responses")
     described_metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
@@ -38,10 +39,6 @@ class MirrorDescentLoss(PolicyLoss):
             "raise `algorithm.policy_loss.temperature`",
         ),
     )
-
-    @property
-    def is_sequence_level(self) -> bool:
-        return True
 
     def token_losses(self, tokens: LossInputs) -> TokenLosses:
         tau, log_ratios = self.temperature, tokens.logprobs - tokens.old_logprobs

@@ -12,7 +12,6 @@ from pydantic import Field
 
 from dapo_mega.algorithms.own import OwnCode
 from dapo_mega.algorithms.policy_losses.base import LossInputs, LossNeed, PolicyLoss, TokenLosses
-from dapo_mega.algorithms.ratios import means_over
 from dapo_mega.declared import Metric
 from dapo_mega.types import METRIC_PART
 
@@ -66,7 +65,10 @@ class OwnLoss(OwnCode, PolicyLoss):  # type: ignore[misc]
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        return tuple(f"own_{name}" for name in self._value_names())
+        function = self.loaded("tokens")
+        if function not in _names:
+            self.try_out()
+        return tuple(f"policy/own_{name}" for name in _names[function])
 
     def token_losses(self, tokens: LossInputs) -> TokenLosses:
         """The loss of every token. Raises InputError for what is no loss of these tokens."""
@@ -82,11 +84,8 @@ class OwnLoss(OwnCode, PolicyLoss):  # type: ignore[misc]
         before = _names.setdefault(self.loaded("tokens"), tuple(values))
         if tuple(values) != before:
             raise self.unusable(f"it returned the values {list(values)}, and before {list(before)}")
-        return TokenLosses(loss, {f"own_{name}": (row.detach() * tokens.in_loss).sum() for name, row in values.items()})
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        values = {f"policy/own_{name}": sums[f"own_{name}"] for name in self._value_names()}
-        return means_over(sums["loss_tokens"], values)
+        sums = {f"policy/own_{name}": (row.detach() * tokens.in_loss).sum() for name, row in values.items()}
+        return TokenLosses(loss, sums)
 
     def try_out(self, group_size: int = 0) -> None:
         """Compute the losses of made-up tokens. Raises InputError if they are not finite, not differentiable, of
@@ -109,12 +108,6 @@ class OwnLoss(OwnCode, PolicyLoss):  # type: ignore[misc]
                 "a token's loss depends on which other tokens are in its micro-batch, so its gradient would change "
                 "with the layout; use only the token's own columns, or set depends_on_split: true"
             )
-
-    def _value_names(self) -> tuple[str, ...]:
-        function = self.loaded("tokens")
-        if function not in _names:
-            self.try_out()
-        return _names[function]
 
     def _check_row(self, what: str, row: Any, tokens: LossInputs) -> None:
         """Raises InputError unless `row` has one number per token."""

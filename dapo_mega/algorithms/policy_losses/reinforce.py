@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -15,7 +14,7 @@ from dapo_mega.algorithms.policy_losses.base import (
     PolicyLoss,
     TokenLosses,
 )
-from dapo_mega.algorithms.ratios import MAX_LOG_RATIO, means_over
+from dapo_mega.algorithms.ratios import MAX_LOG_RATIO
 from dapo_mega.declared import Metric
 
 
@@ -43,26 +42,17 @@ class CispoLoss(PolicyLoss):
     low: float = Field(default=0.2, gt=0, le=1, description="r counts as no less than 1 - low; 1: no lower bound.")
     high: float = Field(default=0.28, gt=0, description="r counts as no more than 1 + high.")
 
-    sum_names: ClassVar[tuple[str, ...]] = ("clipped_low", "clipped_high", "ratio")
     described_metrics: ClassVar[tuple[Metric, ...]] = (RATIO_MEAN, CLIP_LOW_SHARE, CLIP_HIGH_SHARE)
 
     def token_losses(self, tokens: LossInputs) -> TokenLosses:
         ratio = tokens.ratios().detach()
         weights = ratio.clamp(1 - self.low, 1 + self.high)
         sums = {
-            "clipped_low": ((ratio < weights) & tokens.in_loss).sum(),
-            "clipped_high": ((ratio > weights) & tokens.in_loss).sum(),
-            "ratio": (ratio * tokens.in_loss).sum(),
+            CLIP_LOW_SHARE.name: ((ratio < weights) & tokens.in_loss).sum(),
+            CLIP_HIGH_SHARE.name: ((ratio > weights) & tokens.in_loss).sum(),
+            RATIO_MEAN.name: (ratio * tokens.in_loss).sum(),
         }
         return TokenLosses(-weights * tokens.advantages * tokens.logprobs, sums)
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        totals = {
-            "policy/clip_low_share": sums["clipped_low"],
-            "policy/clip_high_share": sums["clipped_high"],
-            "policy/ratio_mean": sums["ratio"],
-        }
-        return means_over(sums["loss_tokens"], totals)
 
 
 class ToprLoss(PolicyLoss):
@@ -75,19 +65,12 @@ class ToprLoss(PolicyLoss):
 
     kind: Literal["topr"] = "topr"
 
-    sum_names: ClassVar[tuple[str, ...]] = ("tapered",)
     described_metrics: ClassVar[tuple[Metric, ...]] = (CLIP_LOW_SHARE,)
-
-    @property
-    def is_sequence_level(self) -> bool:
-        return True
+    is_sequence_level: ClassVar[bool] = True
 
     def token_losses(self, tokens: LossInputs) -> TokenLosses:
         # Smaller weights would only make denormal gradients, which are slow.
         tapered = tokens.response_log_ratios().clamp(-MAX_LOG_RATIO, 0.0).exp()
         weights = tapered.masked_fill(~(tokens.advantages < 0), 1.0)
-        sums = {"tapered": ((weights < 1) & tokens.in_loss).sum()}
+        sums = {CLIP_LOW_SHARE.name: ((weights < 1) & tokens.in_loss).sum()}
         return TokenLosses(-weights * tokens.advantages * tokens.logprobs, sums)
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return means_over(sums["loss_tokens"], {"policy/clip_low_share": sums["tapered"]})

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from dapo_mega.algorithms.policy_losses.base import RATIO_MEAN, LossInputs, PolicyLoss, TokenLosses
-from dapo_mega.algorithms.ratios import means_over
 from dapo_mega.declared import Metric
 
 
@@ -27,7 +25,6 @@ class SapoLoss(PolicyLoss):
         "probability has changed more.",
     )
 
-    sum_names: ClassVar[tuple[str, ...]] = ("gate", "ratio")
     described_metrics: ClassVar[tuple[Metric, ...]] = (
         RATIO_MEAN,
         Metric(
@@ -54,10 +51,7 @@ class SapoLoss(PolicyLoss):
         opened = (tau * (ratio - 1)).sigmoid()
         gate = opened.detach()
         sums = {
-            "gate": (4 * gate * (1 - gate) * tokens.in_loss).sum(),
-            "ratio": (ratio.detach() * tokens.in_loss).sum(),
+            "policy/gate_mean": (4 * gate * (1 - gate) * tokens.in_loss).sum(),
+            RATIO_MEAN.name: (ratio.detach() * tokens.in_loss).sum(),
         }
         return TokenLosses(-(4 / tau) * opened * tokens.advantages, sums)
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return means_over(sums["loss_tokens"], {"policy/gate_mean": sums["gate"], "policy/ratio_mean": sums["ratio"]})

@@ -62,8 +62,7 @@ def install() -> None:
     if _torch_for_megatron is None:
         _torch_for_megatron = make_torch()
         _replace_tensor_methods()
-        _replace_megatron_rng_access()
-        _provide_missing_names()
+        _replace_megatron_names()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and vars(module).get("torch") is torch:
             vars(module)["torch"] = _torch_for_megatron
@@ -115,37 +114,21 @@ def redirected(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return create
 
 
-class _Stream:
-    """Work on the CPU is done in program order, so a stream has nothing to order."""
+class _Order:
+    """A stream or an event. Work on the CPU is done in program order: there is nothing to order or to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None: ...
+    wait_stream = wait_event = wait = record = synchronize = __init__
 
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: Any = None) -> _Event:
-        return _Event()
-
-
-class _Event:
-    """Always already reached."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> _Order:
+        return self
 
     def query(self) -> bool:
         return True
 
 
-def _make_cuda() -> types.ModuleType:
+def _make_cuda() -> Any:
     """torch.cuda.current_device() as a tensor's device, streams of gradient communication, memory figures."""
     cuda: Any = _copy_of(torch.cuda)
     cuda.current_device = lambda: _CPU
@@ -154,19 +137,17 @@ def _make_cuda() -> types.ModuleType:
     cuda.empty_cache = lambda: None
     cuda.memory_allocated = lambda device=None: 0
     cuda.max_memory_allocated = lambda device=None: 0
-    cuda.Stream = _Stream
-    cuda.Event = _Event
-    cuda.current_stream = lambda device=None: _Stream()
-    cuda.default_stream = lambda device=None: _Stream()
+    cuda.Stream = cuda.Event = _Order
+    cuda.current_stream = lambda device=None: _Order()
+    cuda.default_stream = lambda device=None: _Order()
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.set_rng_state = lambda new_state, device="cuda": torch.set_rng_state(new_state)
-    result: types.ModuleType = cuda
-    return result
+    return cuda
 
 
-def _make_distributed() -> types.ModuleType:
+def _make_distributed() -> Any:
     """The token dispatcher of experts turns split sizes into lists only when it copies them from a CUDA device
     (moe_utils.maybe_move_tensor_to_cpu); gloo takes lists only. Processes that share experts' matrices have different
     numbers of tokens for them (tensor_parallel.mappings), which NCCL gathers and sums, but not gloo."""
@@ -206,8 +187,7 @@ def _make_distributed() -> types.ModuleType:
 
     distributed.all_to_all_single = all_to_all_single
     distributed.all_gather, distributed.reduce_scatter = all_gather, reduce_scatter
-    result: types.ModuleType = distributed
-    return result
+    return distributed
 
 
 def _are_alike(tensors: list[torch.Tensor]) -> bool:
@@ -230,25 +210,19 @@ def _replace_tensor_methods() -> None:
     tensor.cuda = lambda self, *args, **kwargs: self
 
 
-def _replace_megatron_rng_access() -> None:
-    """tensor_parallel.random reads torch.cuda.default_generators, which is empty without CUDA."""
-    from megatron.core.tensor_parallel import random as megatron_random
-
-    module: Any = megatron_random
-    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
-
-
-def _provide_missing_names() -> None:
-    """Names that modules refer to although they define them only beside Transformer Engine: moe_utils, and
-    tensor_parallel.random when layer norms are recomputed."""
+def _replace_megatron_names() -> None:
+    """tensor_parallel.random reads torch.cuda.default_generators, which is empty without CUDA. And moe_utils refers to
+    a name that it defines only beside Transformer Engine, as does tensor_parallel.random when layer norms are
+    recomputed."""
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
 
+    recompute: Any = megatron_random
+    recompute._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    recompute._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     routing: Any = moe_utils
     if "te_general_gemm" not in vars(routing):
         routing.te_general_gemm = None
-    recompute: Any = megatron_random
     if "FP8GlobalStateManager" not in vars(recompute):
         recompute.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         recompute.activation_recompute_forward = lambda **_: contextlib.nullcontext()

@@ -166,7 +166,7 @@ class MegatronFiles:
             if isinstance(item, TensorStorageMetadata) and self._is_own(key)
         }
         self._intact: set[MetadataIndex] = set()
-        _check_files(self._file_sizes())
+        self._check_files()
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A block of the tensor `key`; reads only the stored blocks that overlap it."""
@@ -212,15 +212,12 @@ class MegatronFiles:
                 check_object(key, data, what)
         return objects
 
-    def _stored_bytes(self, index: MetadataIndex) -> bytes:
-        place = self._location(index)
-        return stored_bytes(self.path / place.relative_path, place)
-
     def _check_sums(self, index: MetadataIndex) -> None:
         """Raise BadZipFile if a stored block was changed: torch writes checksums and does not compare them."""
         if index in self._intact:
             return
-        with zipfile.ZipFile(io.BytesIO(self._stored_bytes(index))) as block:
+        place = self._location(index)
+        with zipfile.ZipFile(io.BytesIO(stored_bytes(self.path / place.relative_path, place))) as block:
             if block.testzip() is not None:
                 raise zipfile.BadZipFile("its data does not fit its checksum")
         self._intact.add(index)
@@ -229,21 +226,17 @@ class MegatronFiles:
         place: _StorageInfo = self._reader.storage_data[index]
         return place
 
-    def _file_sizes(self) -> dict[Path, int]:
-        """Bytes that each file must have to hold its blocks."""
+    def _check_files(self) -> None:
+        """Raise InputError for a file that has not the bytes to hold its blocks."""
         sizes: dict[Path, int] = {}
         for place in self._reader.storage_data.values():
             file = self.path / place.relative_path
             sizes[file] = max(sizes.get(file, 0), place.offset + place.length)
-        return sizes
-
-
-def _check_files(sizes: Mapping[Path, int]) -> None:
-    for file, expected in sizes.items():
-        check_regular(file)
-        size = file.stat().st_size
-        if size < expected:
-            raise InputError(f"{file} has {size} bytes instead of {expected}; copy or save it again")
+        for file, expected in sizes.items():
+            check_regular(file)
+            size = file.stat().st_size
+            if size < expected:
+                raise InputError(f"{file} has {size} bytes instead of {expected}; copy or save it again")
 
 
 class _Into(DefaultLoadPlanner):

@@ -155,6 +155,17 @@ def serving_calls(reading: int, writing: int) -> Peer:
     return Peer(reading, writing, frozenset({"call"}), exports=callable)
 
 
+def _asking(operation: str, *, of_remotes: bool = False) -> Callable[..., Any]:
+    """A method of `Remote` that asks for an operation; `of_remotes`: with another object of the solution only."""
+
+    def method(self: Remote, *arguments: Any) -> Any:
+        if of_remotes and not all(isinstance(argument, Remote) for argument in arguments):
+            return NotImplemented
+        return self._ask(operation, *arguments)
+
+    return method
+
+
 class Remote:
     """An object of the other side."""
 
@@ -179,14 +190,16 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         self._ask("set attribute", name, value)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._ask("set item", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._ask("delete item", key)
+    __getitem__ = _asking("item")
+    __setitem__ = _asking("set item")
+    __delitem__ = _asking("delete item")
+    __next__ = _asking("next")
+    __abs__ = _asking("absolute")
+    __lt__ = _asking("less", of_remotes=True)
+    __le__ = _asking("less or equal", of_remotes=True)
+    __add__ = _asking("add", of_remotes=True)
+    __sub__ = _asking("subtract", of_remotes=True)
+    __mul__ = _asking("multiply", of_remotes=True)
 
     def _length(self) -> int | None:
         """What it says of its length, None for none: asked once until something may have changed it."""
@@ -218,9 +231,6 @@ class Remote:
                 raise SolutionError(f"an object of length {length} gave more items")
             yield item
 
-    def __next__(self) -> Any:
-        return self._ask("next")
-
     def __contains__(self, value: Any) -> bool:
         return any(item is value or item == value for item in self)
 
@@ -233,32 +243,11 @@ class Remote:
     def __bool__(self) -> bool:
         return self._ask("truth") is True and self._length() != 0
 
-    def __abs__(self) -> Any:
-        return self._ask("absolute")
-
     def __hash__(self) -> int:
         return hash(object.__getattribute__(self, "_handle"))
 
-    def _with(self, operation: str, other: object) -> Any:
-        return self._ask(operation, other) if isinstance(other, Remote) else NotImplemented
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Remote) and self._ask("equal", other) is True
-
-    def __lt__(self, other: object) -> Any:
-        return self._with("less", other)
-
-    def __le__(self, other: object) -> Any:
-        return self._with("less or equal", other)
-
-    def __add__(self, other: object) -> Any:
-        return self._with("add", other)
-
-    def __sub__(self, other: object) -> Any:
-        return self._with("subtract", other)
-
-    def __mul__(self, other: object) -> Any:
-        return self._with("multiply", other)
 
 
 def _exception(name: object, text: object) -> Exception:

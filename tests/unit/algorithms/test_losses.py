@@ -1,23 +1,26 @@
 """Every expected number below is derived by hand in the comment beside it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dapo_mega.algorithms.policy_losses.clip import clipped_loss
+from dapo_mega.algorithms.policy_losses import ClipLoss, LossInputs
 from dapo_mega.algorithms.ratios import effective_share, importance_weights, kl_estimate, segment_sums, within_bounds
 
 
-def loss_of(ratios, advantages, **settings):
-    """Per-token loss for given probability ratios, pi_old = 1/2."""
+def loss_of(ratios, advantages, dual_clip=None):
+    """Per-token loss, gradient, and which tokens count in a share, for given probability ratios, pi_old = 1/2."""
     old = torch.full((len(ratios),), math.log(0.5), dtype=torch.float64)
     new = old + torch.tensor(ratios, dtype=torch.float64).log()
     new.requires_grad_()
-    defaults = {"clip_low": 0.2, "clip_high": 0.28}
-    terms = clipped_loss(new, old, torch.tensor(advantages, dtype=torch.float64), **{**defaults, **settings})
-    terms.loss.sum().backward()
-    return terms, new.grad
+    tokens = LossInputs(new, old, torch.tensor(advantages, dtype=torch.float64), torch.ones(len(ratios)) > 0)
+    kind = ClipLoss(low=0.2, high=0.28, dual_clip=dual_clip)
+    loss = kind.token_losses(tokens).loss
+    loss.sum().backward()
+    alone = [kind.token_losses(replace(tokens, in_loss=only)).sums for only in torch.eye(len(ratios)) > 0]
+    return loss, new.grad, lambda share: [bool(sums[share]) for sums in alone]
 
 
 def test_clip_higher_bounds_each_side_on_its_own():
@@ -27,29 +30,29 @@ def test_clip_higher_bounds_each_side_on_its_own():
     # r 1.5 A -1: -1.5,           -1.28             ->  1.5   (gradient  1.5)
     # r 0.5 A -1: -0.5,           -0.8              ->  0.8   (lower bound, no gradient)
     # r 1.25 A 1: inside because the upper bound is 1.28, not 1.2
-    terms, gradient = loss_of([1.5, 0.5, 1.5, 0.5, 1.25], [1, 1, -1, -1, 1])
-    torch.testing.assert_close(terms.loss, torch.tensor([-1.28, -0.5, 1.5, 0.8, -1.25], dtype=torch.float64))
+    loss, gradient, counted = loss_of([1.5, 0.5, 1.5, 0.5, 1.25], [1, 1, -1, -1, 1])
+    torch.testing.assert_close(loss, torch.tensor([-1.28, -0.5, 1.5, 0.8, -1.25], dtype=torch.float64))
     torch.testing.assert_close(gradient, torch.tensor([0.0, -0.5, 1.5, 0.0, -1.25], dtype=torch.float64))
-    assert terms.clipped_high.tolist() == [True, False, False, False, False]
-    assert terms.clipped_low.tolist() == [False, False, False, True, False]
+    assert counted("policy/clip_high_share") == [True, False, False, False, False]
+    assert counted("policy/clip_low_share") == [False, False, False, True, False]
 
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
     # A = -2, c = 10: the loss -r A = 2 r is bounded by 20, reached at r = 10. A = 2 is untouched by c.
-    terms, gradient = loss_of([12.0, 9.0, 12.0], [-2, -2, 2], dual_clip=10.0)
-    torch.testing.assert_close(terms.loss, torch.tensor([20.0, 18.0, -2.56], dtype=torch.float64))
+    loss, gradient, counted = loss_of([12.0, 9.0, 12.0], [-2, -2, 2], dual_clip=10.0)
+    torch.testing.assert_close(loss, torch.tensor([20.0, 18.0, -2.56], dtype=torch.float64))
     torch.testing.assert_close(gradient, torch.tensor([0.0, 18.0, 0.0], dtype=torch.float64))
-    assert terms.clipped_dual.tolist() == [True, False, False]
+    assert counted("policy/dual_clip_share") == [True, False, False]
 
 
 def test_on_policy_gradient_is_minus_the_advantage():
-    _, gradient = loss_of([1.0, 1.0], [0.7, -1.3])
+    _, gradient, _ = loss_of([1.0, 1.0], [0.7, -1.3])
     torch.testing.assert_close(gradient, torch.tensor([-0.7, 1.3], dtype=torch.float64))
 
 
 def test_zero_advantage_has_no_loss_and_no_gradient():
-    terms, gradient = loss_of([3.0, 0.1], [0, 0], dual_clip=10.0)
-    assert terms.loss.abs().sum() == 0
+    loss, gradient, _ = loss_of([3.0, 0.1], [0, 0], dual_clip=10.0)
+    assert loss.abs().sum() == 0
     assert gradient.abs().sum() == 0
 
 
@@ -76,15 +79,16 @@ def test_a_segment_is_within_bounds_by_its_geometric_mean():
 def test_extreme_ratios_stay_finite():
     old = torch.tensor([-200.0, 0.0])
     new = torch.tensor([0.0, -200.0], requires_grad=True)
-    terms = clipped_loss(new, old, torch.tensor([-1.0, 1.0]), clip_low=0.2, clip_high=0.28)
-    terms.loss.sum().backward()
-    assert torch.isfinite(terms.loss).all()
+    tokens = LossInputs(new, old, torch.tensor([-1.0, 1.0]), torch.ones(2) > 0)
+    loss = ClipLoss(dual_clip=None).token_losses(tokens).loss
+    loss.sum().backward()
+    assert torch.isfinite(loss).all()
     assert torch.isfinite(new.grad).all()
 
 
 def test_shapes_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match="one shape"):
-        clipped_loss(torch.zeros(3), torch.zeros(3), torch.zeros(2), clip_low=0.2, clip_high=0.2)
+        ClipLoss().token_losses(LossInputs(torch.zeros(3), torch.zeros(3), torch.zeros(2), torch.ones(3) > 0))
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_a_loss_has_its_values_as_metrics_over_the_tokens_in_the_loss(code):
     logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     old, in_loss = torch.tensor([-1.0, -1.5, -2.0]), torch.tensor([True, True, False])
     losses = own.token_losses(LossInputs(logprobs, old, torch.ones(3), in_loss))
-    assert own.sum_names == ("own_far",)
+    assert own.sum_names == ("policy/own_far",)
     sums = {name: float(value) for name, value in losses.sums.items()}
     assert own.metrics({**sums, "loss_tokens": 2.0}) == {"policy/own_far": 0.5}
     torch.testing.assert_close(losses.loss, -torch.tanh((logprobs - old).exp() - 1))

@@ -68,7 +68,7 @@ def test_experts_keep_rows_for_every_chosen_one():
 def test_padding_is_that_of_the_local_attention(lengths):
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     plan = packed_segments(cu_seqlens, max(lengths), plan_attention=True)
-    assert MicroBatchShape(lengths, 0).padded_tokens == sum(bucket.num_slots for bucket in plan.buckets)
+    assert MicroBatchShape(lengths, 0).padded_tokens == sum(rows * length for rows, length in plan.buckets)
 
 
 def test_a_first_stage_holds_one_micro_batch_per_stage():

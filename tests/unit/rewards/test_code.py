@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dapo_mega.config.components import CodeComponent
 from dapo_mega.errors import InputError
 from dapo_mega.rewards import code as code_module
-from dapo_mega.rewards.code import CodeReward, CodeSettings, extract_code
+from dapo_mega.rewards.code import CodeReward, extract_code
 from dapo_mega.rewards.code_tests import prints_the_same, read_cases, returns_the_same
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.sandbox import seccomp
@@ -35,7 +36,7 @@ def record(code: str, tests: str, **fields: object) -> RewardRecord:
 @pytest.fixture(scope="module", params=["namespaces", "filter"])
 def reward(request):
     """With the isolation that the kernel allows at best, and with what is left where it allows no namespaces."""
-    settings = CodeSettings(time_limit_s=0.5, memory_limit_mib=256, partial_credit=True)
+    settings = CodeComponent(allow_code=True, time_limit_s=0.5, memory_limit_mib=256, partial_credit=True)
     try:
         reward = CodeReward(settings, request.param)
     except InputError as error:
@@ -184,7 +185,7 @@ def test_slow_solutions_of_a_step_have_a_time_in_all_and_say_when_it_is_used_up(
     hostile += hostile[:4]
     good = [record(DOUBLE, DOUBLES)] * 3
     for partial_credit in (False, True):
-        settings = CodeSettings(time_limit_s=0.3, num_workers=1, partial_credit=partial_credit)
+        settings = CodeComponent(allow_code=True, time_limit_s=0.3, num_workers=1, partial_credit=partial_credit)
         with contextlib.closing(CodeReward(settings, "filter")) as reward:
             found = outcomes(reward, hostile + good)
             assert found[-3:] == ["correct"] * 3
@@ -208,7 +209,7 @@ def outcomes(reward, records):
 
 @pytest.mark.timeout(90)  # The limit is longer.
 def test_a_reward_that_is_closed_waits_for_no_solution():
-    reward = CodeReward(CodeSettings(time_limit_s=300, num_workers=1), "filter")
+    reward = CodeReward(CodeComponent(allow_code=True, time_limit_s=300, num_workers=1), "filter")
     scores = []
     scoring = threading.Thread(target=lambda: scores.extend(reward.score([record("while True: pass", DOUBLES)])))
     scoring.start()
@@ -252,12 +253,12 @@ def test_modules_beyond_the_library_are_imported_only_if_named():
     tests = json.dumps({"inputs": [""], "outputs": ["42"]})
     values = []
     for modules in ((), ("numpy",)):
-        reward = CodeReward(CodeSettings(memory_limit_mib=1024, modules=modules))
+        reward = CodeReward(CodeComponent(allow_code=True, memory_limit_mib=1024, modules=modules))
         values += [score.value for score in reward.score([record(code, tests)])]
         reward.close()
     assert values == [0.0, 1.0]
     with pytest.raises(InputError, match="cannot be run safely"):
-        CodeReward(CodeSettings(modules=("no_such_module_anywhere",)))
+        CodeReward(CodeComponent(allow_code=True, modules=("no_such_module_anywhere",)))
 
 
 def test_the_last_python_block_after_the_thoughts_is_the_solution():

@@ -270,11 +270,12 @@ KILLED = f"""
 import sys
 sys.path.insert(0, {str(OWN.parent)!r})
 import numpy as np
-from dapo_mega.rewards.code import CodeReward, CodeSettings
+from dapo_mega.config.components import CodeComponent
+from dapo_mega.rewards.code import CodeReward
 from dapo_mega.rewards.function import FunctionReward
 from dapo_mega.rewards.records import RewardRecord
 from dapo_mega.rewards.sandbox import seccomp
-code = CodeReward(CodeSettings()) if seccomp.is_supported() else None
+code = CodeReward(CodeComponent(allow_code=True)) if seccomp.is_supported() else None
 own = FunctionReward("{OWN}:noisy", num_workers=1)
 (score,) = own.score([RewardRecord("", (), "", np.array([1]), "stop", "")])
 print(*(int(pid) for pid in score.parts.values()), flush=True)

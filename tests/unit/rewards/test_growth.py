@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 
+from dapo_mega.config.components import JudgeComponent
 from dapo_mega.engines.sglang.engine_client import one_line as engine_line
 from dapo_mega.evaluation.voting import count_votes
 from dapo_mega.metrics.run_text import Example, code_block, examples_as_markdown, without_credentials
@@ -16,10 +17,10 @@ from dapo_mega.rewards.built_in import LanguageReward, R1FormatReward
 from dapo_mega.rewards.chat import read_completion
 from dapo_mega.rewards.code import extract_code
 from dapo_mega.rewards.code_tests import prints_the_same
-from dapo_mega.rewards.endpoints import EndpointSettings, one_line
+from dapo_mega.rewards.endpoints import one_line
 from dapo_mega.rewards.extraction import extract_answer
 from dapo_mega.rewards.grading import gold_answers
-from dapo_mega.rewards.judge import DEFAULT_TEMPLATE, JudgeReward, JudgeSettings, filled
+from dapo_mega.rewards.judge import DEFAULT_TEMPLATE, JudgeReward, filled
 from dapo_mega.rewards.records import RewardRecord
 from dapo_mega.rewards.thoughts import opened_thought
 from tests.unit.rewards.growth import growing_too_fast
@@ -93,9 +94,9 @@ PIECES = (
 
 
 def judged(verdict, head, text):
-    endpoints = EndpointSettings(("http://127.0.0.1:1/v1",))
+    judge = JudgeComponent(urls=("http://127.0.0.1:1/v1",), model="judge", verdict=verdict)
     with contextlib.suppress(ValueError):
-        JudgeReward(JudgeSettings(endpoints, "judge", verdict=verdict))._verdict(head + text.replace("\n", " "))
+        JudgeReward(judge)._verdict(head + text.replace("\n", " "))
 
 
 def record(text):

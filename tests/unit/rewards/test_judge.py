@@ -6,11 +6,11 @@ import pytest
 from aiohttp import web
 
 from dapo_mega.config import RunConfig, dump_config
+from dapo_mega.config.components import JudgeComponent
 from dapo_mega.config.files import configured, validated
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.build import make_reward
-from dapo_mega.rewards.endpoints import EndpointSettings
-from dapo_mega.rewards.judge import JudgeReward, JudgeSettings, filled, shortened
+from dapo_mega.rewards.judge import JudgeReward, filled, shortened
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 from tests.unit.rewards.growth import growing_too_fast
 from tests.unit.rewards.local_server import serving
@@ -33,8 +33,8 @@ def judged(answer, given=None, **settings):
         return web.json_response(answer)
 
     with serving(serve) as url:
-        endpoints = EndpointSettings((f"{url}/v1/",), attempts=1, timeout_s=60.0)
-        results = JudgeReward(JudgeSettings(endpoints, "m", **settings)).score([given or record()])
+        judge = JudgeComponent(urls=(f"{url}/v1/",), attempts=1, timeout_s=60.0, model="m", **settings)
+        results = JudgeReward(judge).score([given or record()])
     return results[0], seen
 
 
@@ -149,7 +149,7 @@ def test_a_long_response_loses_its_middle_and_the_score_says_so():
 )
 def test_unusable_templates_and_patterns_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
-        JudgeReward(JudgeSettings(EndpointSettings(("http://h/v1",)), "m", **settings))
+        JudgeReward(JudgeComponent(urls=("http://h/v1",), model="m", **settings))
 
 
 RUN = {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}

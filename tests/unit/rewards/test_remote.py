@@ -12,7 +12,7 @@ from aiohttp import web
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.endpoints import EndpointSettings
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
-from dapo_mega.rewards.remote import RemoteReward, RemoteSettings
+from dapo_mega.rewards.remote import RemoteReward
 from tests.unit.rewards.local_server import serving
 
 KEY = "sk-very-secret-0123456789"
@@ -30,7 +30,7 @@ def records(count):
 
 def asking(*urls, batch_size=2, **settings):
     limits = {"timeout_s": 60.0, "deadline_s": 60.0, "attempts": 1, **settings}
-    return RemoteReward(RemoteSettings(EndpointSettings(urls, **limits), batch_size))
+    return RemoteReward(EndpointSettings(urls, **limits), batch_size)
 
 
 async def length(request):
