@@ -74,6 +74,7 @@ class _Process:
         if "failure" in found:
             raise CallError(found["failure"], found.get("detail", ""))
         if not found.keys() >= _GIVEN.get(method, {"observation", "snapshot"}):
+            await self.end()
             raise CallError(_ELSE)
         return found
 
