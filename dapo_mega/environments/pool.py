@@ -74,6 +74,7 @@ class _Process:
         if "failure" in found:
             raise CallError(found["failure"], found.get("detail", ""))
         if not found.keys() >= _GIVEN.get(method, {"observation", "snapshot"}):
+            await self.end()
             raise CallError(_ELSE)
         return found
 
@@ -169,7 +170,7 @@ class EnvironmentPool:
         self._lock = threading.Lock()
         self._warned = self._closed = False
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+        threading.Thread(target=self._run, name="environments", daemon=True).start()
 
     def log_to(self, path: Path) -> None:
         """Write what environments print into this file from now on."""
@@ -239,6 +240,10 @@ class EnvironmentPool:
         wait([asyncio.run_coroutine_threadsafe(self._end(), self._loop)], _CLOSE_LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._output.close()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     async def _end(self) -> None:
         """End the processes, and wait until nobody waits for anything any more."""
