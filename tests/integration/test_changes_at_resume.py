@@ -194,20 +194,7 @@ CHANGES[(f"environment={OWN.replace('NAME', 'Game')[:-1]}, max_turns: 3, max_tur
     "environment.trajectory_limit_s": (1e-9, "rollout/turns_mean"),
     "environment.dialogue": ("renderers", "error"),
 }
-FAULTY = "environment={kind: function, path: '{folder}/choices.py:NAME', settings: {scale: 2}, max_turn_tokens: 1"
-CHANGES |= {
-    (f"{FAULTY.replace('NAME', 'Numbered')}}}",): {"environment.num_workers": (1, "processes")},
-    (f"{FAULTY.replace('NAME', 'Slow')}, retries: 0}}",): {"environment.time_limit_s": (0.05, "error")},
-    (f"{FAULTY.replace('NAME', 'Large')}, retries: 0}}",): {"environment.memory_limit_mib": (64, "error")},
-    (f"{FAULTY.replace('NAME', 'Once')}}}",): {"environment.retries": (0, "error")},
-    (f"{FAULTY.replace('NAME', 'Some')}, retries: 0, max_failed_share: 1}}",): {
-        "environment.max_failed_share": (0.1, "error")
-    },
-    ("environment={kind: tools, built_in: {calculator: {}}}",): {"environment.built_in": ({"abacus": {}}, "error")},
-}
 CHOICES = """
-import os, pathlib, time
-
 class Game:
     def __init__(self, scale):
         self.scale = scale
@@ -221,36 +208,6 @@ class Game:
 class OtherGame(Game):
     def step(self, action):
         return {"text": "7"}
-
-class Numbered(Game):
-    def step(self, action):
-        pathlib.Path(__file__).with_name(f"process {os.getpid()}").touch()
-        return super().step(action)
-
-class Slow(Game):
-    def step(self, action):
-        time.sleep(0.1)
-        return super().step(action)
-
-class Large(Game):
-    def step(self, action):
-        return super().step(action) if bytearray(2**28) else None
-
-class Once(Game):
-    tried = set()
-    def reset(self, task, seed):
-        self.seed = seed
-    def step(self, action):
-        if action["turn"] and self.seed not in self.tried:
-            self.tried.add(self.seed)
-            raise OSError("not at first")
-        return super().step(action)
-
-class Some(Once):
-    def step(self, action):
-        if action["turn"] and self.seed % 3 == 0:
-            raise OSError("not this one")
-        return Game.step(self, action)
 
 def order(prompts, epoch, seed, scale):
     return sorted(range(len(prompts)), key=lambda i: (i * (scale + epoch + 5)) % 13)

@@ -108,6 +108,15 @@ ELSEWHERE = {
         ("controller.host", "controller.wait_limit_s"),
         "unit/training/test_controller.py::test_they_wait_for_each_other_for_a_limited_time",
     ),
+    **dict.fromkeys(
+        ("environment.num_workers", "environment.memory_limit_mib", "environment.time_limit_s"),
+        "unit/environments/test_pool.py::test_a_process_has_the_memory_and_the_time_that_are_set_and_there_are_as_many",
+    ),
+    **dict.fromkeys(
+        ("environment.retries", "environment.max_failed_share"),
+        "unit/environments/test_turns.py::test_what_fails_too_often_is_no_number_and_too_much_of_it_ends_the_run",
+    ),
+    "environment.built_in": "unit/environments/test_tools.py::test_what_cannot_be_tools_is_said_at_once",
     "environment.max_unreadable": "unit/environments/test_tools.py::test_unreadable_turns_in_a_row_end_the_trajectory",
     "environment.max_result_characters": "unit/environments/test_tools.py::test_a_long_result_is_cut_in_its_middle",
     "seed": "unit/test_config.py::test_a_resume_with_another_seed_is_not_told_to_accept_what_cannot_be_accepted",

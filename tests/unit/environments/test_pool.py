@@ -48,6 +48,9 @@ class Faulty:
                 is_written = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
                 if is_written and "pipe" in os.readlink(f"/proc/self/fd/{descriptor}"): yield descriptor
             except OSError: pass
+    def late(self): time.sleep(2)
+    def large(self): return {"text": str(len(bytearray(2**28)))}
+    def process(self): return {"text": str(os.getpid())}
     def limits(self):
         limits = resource.getrlimit(resource.RLIMIT_AS), resource.getrlimit(resource.RLIMIT_NOFILE)
         return {"text": " ".join(str(soft) for soft, _ in limits)}
@@ -106,6 +109,19 @@ def test_a_fault_is_said_at_once(pool, task, error, said):
         asyncio.run(told(faulty, task))
     assert time.monotonic() - begin < 15
     assert asyncio.run(told(faulty)) == "told"
+
+
+def test_a_process_has_the_memory_and_the_time_that_are_set_and_there_are_as_many(pool):
+    assert asyncio.run(told(pool(), "large")) == str(2**28)
+    with pytest.raises(CallError, match="MemoryError"):
+        asyncio.run(told(pool(memory_limit_mib=64), "large"))
+    with pytest.raises(CallError, match=r"a call of step took longer than 0.5 s"):
+        asyncio.run(told(pool(time_limit_s=0.5), "late"))
+
+    async def processes(faulty):
+        return {*await asyncio.gather(*(told(faulty, "process") for _ in range(4)))}
+
+    assert [len(asyncio.run(processes(pool(num_workers=number)))) for number in (1, 2)] == [1, 2]
 
 
 def test_what_is_no_utf_8_is_shown_as_a_question_mark(pool):
