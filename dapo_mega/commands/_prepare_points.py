@@ -5,86 +5,118 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dapo_mega.data.general_points import ALPHABET, STYLES, PointsProblem, PointsTask, answer_text, prompt_text
+import numpy as np
+
+from dapo_mega.data.general_points import (
+    ALPHABET,
+    STYLES,
+    PointsProblem,
+    PointsTask,
+    answer_text,
+    prompt_text,
+    values_of,
+)
 from dapo_mega.data.tokenizer import build_character_tokenizer
+from dapo_mega.environments.general_points import message_text, verify
 from dapo_mega.preparation.folders import prepare_folder
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-_FILES = {
-    "train": "train.parquet",
-    "in_distribution": "eval-in_distribution.parquet",
-    "out_of_distribution": "eval-out_of_distribution.parquet",
+_HELP = {
+    "num_train": "deals to train on, and solutions to imitate (default: %(default)s)",
+    "num_eval": "held-out deals, under each rule (default: the paper's %(default)s)",
+    "cards": "cards of a deal, 2 to 4 (default: %(default)s)",
+    "target": "what formulas must equal (default: %(default)s)",
 }
-"""Those of the evaluations are the split `eval` of the folder."""
 
 
 def add_points(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--num-train", type=int, default=1000)
-    command.add_argument("--num-eval", type=int, default=234, help="of each evaluation (default: the paper's 234)")
-    command.add_argument("--cards", type=int, default=4)
-    command.add_argument("--target", type=int, default=24)
-    command.add_argument("--prompt-style", choices=STYLES, default="paper", help="short: for character tokenizers")
+    for name, default in (("num_train", 1000), ("num_eval", 234), ("cards", 4), ("target", 24)):
+        command.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=_HELP[name])
+    command.add_argument("--prompt-style", choices=STYLES, default="paper", help="short: for a character tokenizer")
     command.set_defaults(run=prepare_points)
 
 
 def prepare_points(options: argparse.Namespace) -> None:
-    """Write train.parquet, two eval-*.parquet, demonstrations.parquet, demonstrations_both.parquet and tokenizer/."""
+    """Write train.parquet, eval-in_distribution.parquet, eval-out_of_distribution.parquet (these two are the split
+    `eval` of the folder), demonstrations.parquet, warm_start.parquet and, in the short style, tokenizer/."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    task = PointsTask(options.cards, options.target, options.seed)
-    splits = task.splits(options.num_train, options.num_eval)
-    demonstrations = {"demonstrations": splits.train, "demonstrations_both": splits.both_rules}
+    splits = PointsTask(options.cards, options.target, options.seed).splits(options.num_train, options.num_eval)
+    tables = {
+        "train": _questions(splits.train, "train", options),
+        "eval-in_distribution": _questions(splits.in_distribution, "in_distribution", options),
+        "eval-out_of_distribution": _questions(splits.out_of_distribution, "out_of_distribution", options),
+        "demonstrations": _demonstrations(splits.train, options),
+        "warm_start": _demonstrations(splits.both_rules, options) + _later_tries(splits.both_rules, options),
+    }
 
     def write(folder: Path) -> None:
-        for name, file in _FILES.items():
-            pq.write_table(_table(getattr(splits, name), name, options), folder / file)
-        for name, problems in demonstrations.items():
-            pq.write_table(_table(problems, name, options, answered=True), folder / f"{name}.parquet")
+        for name, rows in tables.items():
+            pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
         if options.prompt_style == "short":
             build_character_tokenizer(ALPHABET).save_pretrained(folder / "tokenizer")
 
+    # The texts belong to the parameters: a folder written by another version of them is not the same.
     parameters = {key: value for key, value in vars(options).items() if key not in ("run", "output", "force")}
-    written = prepare_folder(
-        options.output, {**parameters, "example": _example(splits.train, options)}, write, options.force
-    )
+    parameters["example"] = tables["warm_start"][-1] if splits.train else {}
+    written = prepare_folder(options.output, parameters, write, options.force)
     print(
         f"{options.output}: {'' if written else 'already there, '}{len(splits.train)} deals to train on, "
         f"{len(splits.in_distribution)} held out, {len(splits.out_of_distribution)} held out under the other rule"
     )
 
 
-def _table(
-    problems: Sequence[PointsProblem], source: str, options: argparse.Namespace, *, answered: bool = False
-) -> pa.Table:
-    """Columns as GeneralPoints reads them, and those of DAPO-Math-17k; with `answered` those of demonstrations."""
-    import pyarrow as pa
+def _prompt(problem: PointsProblem, options: argparse.Namespace) -> str:
+    return prompt_text(problem.deal, problem.face_cards, options.target, options.prompt_style)
 
-    rows: list[dict[str, Any]] = [
-        {"prompt": prompt_text(problem.deal, problem.face_cards, options.target, options.prompt_style)}
-        | (
-            {"response": answer_text(problem, options.target, options.prompt_style)}
-            if answered
-            else {
-                "data_source": source,
-                "reward_model": {"ground_truth": str(options.target)},
-                "cards": list(problem.deal),
-                "face_cards": problem.face_cards,
-                "target": options.target,
-            }
-        )
+
+def _questions(problems: Sequence[PointsProblem], source: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows as the environment reads them; `reward_model` is where the trainer looks for an answer."""
+    return [
+        {
+            "data_source": source,
+            "prompt": _prompt(problem, options),
+            "reward_model": {"ground_truth": str(options.target)},
+            "cards": list(problem.deal),
+            "face_cards": problem.face_cards,
+            "target": options.target,
+        }
         for problem in problems
     ]
-    return pa.Table.from_pylist(rows)
 
 
-def _example(problems: Sequence[PointsProblem], options: argparse.Namespace) -> str:
-    """A text of the task: a folder that was written by another version of them is not the same."""
-    if not problems:
-        return ""
-    return prompt_text(problems[0].deal, "ten", options.target, options.prompt_style) + answer_text(
-        problems[0], options.target, options.prompt_style
-    )
+def _demonstrations(problems: Sequence[PointsProblem], options: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        {"prompt": _prompt(problem, options), "response": answer_text(problem, options.target, options.prompt_style)}
+        for problem in problems
+    ]
+
+
+def _later_tries(problems: Sequence[PointsProblem], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """In the short style a solution after one or two wrong answers, as a model without any language does not know that
+    it may try again. A conversation is not written: its turns are a chat template's matter."""
+    if options.prompt_style != "short":
+        return []
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([options.seed, 1])))
+    rows = _demonstrations(problems, options)
+    for row, problem in zip(rows, problems, strict=True):
+        values = values_of(problem.deal, problem.face_cards)
+        for _ in range(int(rng.integers(1, 3))):
+            tried = _guess(values, rng)
+            kind, why = verify(tried, values, options.target)
+            if kind != "right":
+                row["prompt"] += tried + message_text(kind, why, "short")
+    return rows
+
+
+def _guess(values: tuple[int, ...], rng: np.random.Generator) -> str:
+    """The numbers in a random order with random operators; sometimes one is missing or another one."""
+    numbers = rng.permutation(values).tolist()
+    fault = int(rng.integers(4))
+    if fault == 0:
+        numbers = numbers[1:]
+    if fault == 1:
+        numbers[0] = int(rng.integers(1, 14))
+    return "".join(f"{'+-*/'[int(rng.integers(4))] if place else ''}{number}" for place, number in enumerate(numbers))

@@ -1,4 +1,4 @@
-"""GeneralPoints (arXiv 2501.17161, section 3.3): cards, of which each is used once in a formula that equals a target.
+"""GeneralPoints (arXiv 2501.17161, section 4.1): cards, of which each is used once in a formula that equals a target.
 
 A deal is a tuple of ranks, 1 (A) to 13 (K). Under the rule `ten` J, Q and K count as 10; under `distinct`, the rule out
 of distribution, as 11, 12 and 13. Every text that the policy is given or imitates is written by the functions under
@@ -24,8 +24,9 @@ FaceCards = Literal["ten", "distinct"]
 Style = Literal["paper", "short"]
 STYLES: tuple[Style, ...] = get_args(Style)
 
-ALPHABET: Final = "0123456789AJQK+-*/()= ;?#~\n"
-"""Every character of the short style, its messages included."""
+ALPHABET: Final = "0123456789AJQK+-*/()=,;:~#?"
+"""Every character of the short style, its messages included: no whitespace, which transformers 5.24's Qwen2Tokenizer
+loses when it loads a character tokenizer from the folder of a Qwen2 model."""
 RANKS: Final = 13
 MAX_CARDS: Final = 4
 """Deals of more cards take too long to be listed."""
@@ -163,8 +164,8 @@ class PointsTask:
 _RULES: Final = {
     ("paper", "ten"): "'J', 'Q', and 'K' count as '10'",
     ("paper", "distinct"): "'J', 'Q', and 'K' count as '11', '12', and '13', respectively",
-    ("short", "ten"): "J=10 Q=10 K=10",
-    ("short", "distinct"): "J=11 Q=12 K=13",
+    ("short", "ten"): "J=10,Q=10,K=10",
+    ("short", "distinct"): "J=11,Q=12,K=13",
 }
 
 
@@ -175,10 +176,10 @@ def card_name(rank: int) -> str:
 
 def prompt_text(deal: Sequence[int], face_cards: FaceCards, target: int, style: Style) -> str:
     """The question. Only the rule's sentence differs between the rules; `paper` has the parts of the paper's prompt
-    (appendix A.1), `short` is for a model with a character tokenizer."""
+    (appendix A), `short` is for a model with a character tokenizer."""
     cards, rule = [card_name(rank) for rank in deal], _RULES[style, face_cards]
     if style == "short":
-        return f"{rule};{' '.join(cards)}={target}\n"
+        return f"{rule};{','.join(cards)}={target}:"
     return (
         f"[Task Description]\nYou are an expert player of the {target} points card game. You will receive a set of "
         f"{len(cards)} cards.\nNote that {rule}, and each card must be used once.\nYour goal is to output a formula "

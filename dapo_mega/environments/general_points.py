@@ -1,4 +1,4 @@
-"""GeneralPoints in its language form, as an environment (arXiv 2501.17161, sections 3.3 and 4, appendix A.3).
+"""GeneralPoints in its language form, as an environment (arXiv 2501.17161, section 4.1, appendix A.3).
 
 The policy is shown cards and answers with a formula; a wrong answer is followed by the verifier's message and another
 try. Each answer earns the paper's reward: 5 right; -1 a formula that uses each card once and misses the target; -2
@@ -23,8 +23,8 @@ Kind = Literal["right", "wrong_value", "wrong_numbers", "illegal"]
 
 REWARDS: Final[Mapping[Kind, float]] = {"right": 5.0, "wrong_value": -1.0, "wrong_numbers": -2.0, "illegal": -3.0}
 OUT_OF_ANSWERS: Final = -1.0
-_SHORT: Final[Mapping[Kind, str]] = {"right": "", "wrong_value": "\n~\n", "wrong_numbers": "\n#\n", "illegal": "\n?\n"}
-_MAX_CHARACTERS: Final = 200
+_SHORT: Final[Mapping[Kind, str]] = {"right": "", "wrong_value": "~", "wrong_numbers": "#", "illegal": "?"}
+_ALLOWED: Final = re.compile(r"[0-9+\-*/() ]{1,200}")
 _PLAIN: Final = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-"})
 _FORMULA: Final = re.compile(r"""formula["']?\s*[:=]\s*["']?([^"'\n}]*)""")
 
@@ -63,7 +63,7 @@ class GeneralPoints:
         kind, why = verify(read_formula(action["text"], self._style), self._values, self._target)
         is_last = action["turn"] + 1 >= self._max_answers
         reward = REWARDS[kind] + OUT_OF_ANSWERS * (is_last and kind != "right")
-        message = f"You failed this trial because {why}. Try again." if self._style == "paper" else _SHORT[kind]
+        message = message_text(kind, why, self._style)
         return {
             "text": "" if kind == "right" or is_last else message,
             "done": kind == "right" or is_last,
@@ -90,12 +90,12 @@ def verify(formula: str, values: tuple[int, ...], target: int) -> tuple[Kind, st
     """Of which kind the formula is, and why it is not right, for the policy."""
     used: list[int] = []
     try:
-        if not formula or len(formula) > _MAX_CHARACTERS:
-            raise ValueError("it has no formula" if not formula else "its formula is too long")
+        if not _ALLOWED.fullmatch(formula):
+            raise ValueError(formula)
         value = _value(ast.parse(formula, mode="eval").body, used)
     except ZeroDivisionError:
         return "illegal", "your formula divides by zero"
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, MemoryError):
         return "illegal", "your answer holds no formula of numbers, +, -, *, /, ( and )"
     if unknown := sorted(set(used) - set(values)):
         return "wrong_numbers", f"you used numbers that are not on the cards: {unknown}"
@@ -106,10 +106,15 @@ def verify(formula: str, values: tuple[int, ...], target: int) -> tuple[Kind, st
     return ("right", "") if value == target else ("wrong_value", f"your formula does not equal {target}")
 
 
+def message_text(kind: Kind, why: str, style: Style) -> str:
+    """The verifier's message after a wrong answer; in the short style a character for its kind."""
+    return f"You failed this trial because {why}. Try again." if style == "paper" else _SHORT[kind]
+
+
 def _value(node: ast.expr, used: list[int]) -> Fraction:
     """The exact value of a formula; its numbers are added to `used`. Raises ValueError for anything else."""
     match node:
-        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+        case ast.Constant(value=int(number)):
             used.append(number)
             return Fraction(number)
         case ast.UnaryOp(op=ast.USub(), operand=operand):

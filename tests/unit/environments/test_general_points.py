@@ -111,7 +111,7 @@ def test_a_row_without_cards_is_dealt_by_the_seed_and_shown():
     shown, environment = first(3, prompt_style="short", num_cards=3, target=10)
     assert shown == first(3, prompt_style="short", num_cards=3, target=10)[0]
     assert len({first(seed)[0] for seed in range(8)}) == 8
-    names = shown.strip().partition(";")[2].removesuffix("=10").split()
+    names = shown.partition(";")[2].removesuffix("=10:").split(",")
     values = [{"A": 1, "J": 10, "Q": 10, "K": 10}.get(name) or int(name) for name in names]
     assert said(environment, solutions(values, 10)[0])["correct"]
     OwnEnvironment(path="dapo_mega.environments.general_points:GeneralPoints").try_out(2)
@@ -156,7 +156,7 @@ def test_no_deal_is_on_both_sides_in_any_order():
 def test_only_the_rules_sentence_differs_between_the_rules():
     sentences = {
         "paper": ("count as '10',", "count as '11', '12', and '13', respectively,"),
-        "short": ("J=10 Q=10 K=10", "J=11 Q=12 K=13"),
+        "short": ("J=10,Q=10,K=10", "J=11,Q=12,K=13"),
     }
     for style in ("paper", "short"):
         ten, distinct = (prompt_text(CARDS, rule, 24, style) for rule in ("ten", "distinct"))
@@ -173,10 +173,10 @@ def test_the_command_writes_rows_that_the_environment_and_both_trainings_read(tm
     arguments += ["--prompt-style", "short", "--output"]
     prepare.main([*arguments, str(tmp_path / "a")])
     prepare.main([*arguments, str(tmp_path / "b")])
-    names = ["train", "eval-in_distribution", "eval-out_of_distribution", "demonstrations", "demonstrations_both"]
+    names = ["train", "eval-in_distribution", "eval-out_of_distribution", "demonstrations", "warm_start"]
     tables = {name: pq.read_table(tmp_path / "a" / f"{name}.parquet").to_pylist() for name in names}
     assert tables == {name: pq.read_table(tmp_path / "b" / f"{name}.parquet").to_pylist() for name in names}
-    assert [len(tables[name]) for name in names] == [60, 20, 20, 60, 120]
+    assert [len(tables[name]) for name in names] == [60, 20, 20, 60, 240]
     answers = {row["prompt"]: row["response"] for row in tables["demonstrations"]}
     for row in tables["train"]:
         environment = GeneralPoints(prompt_style="short")
