@@ -41,7 +41,7 @@ def make_evaluator(
     """The run's evaluator, which scores by `reward`. Raises InputError without the environment that the run has."""
     if config.environment.kind != "single_turn" and environment is SINGLE_TURN:
         raise InputError(
-            f"environment={config.environment.path}: responses in turns are evaluated within a run only, by its "
+            f"environment={config.environment.kind}: responses in turns are evaluated within a run only, by its "
             f"section evaluation; continue the run with evaluation.at_end=true"
         )
     scorer = ResponseScorer(config.reward.for_evaluation(), reward, decode)
