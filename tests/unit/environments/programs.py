@@ -56,14 +56,14 @@ def programs(command="true", folder=".", is_chat=True, usual=1, **keys):
 
 
 def scripted(*texts):
-    """`generate` that says these texts, each with a stop token, then what the seed says; and what it was asked."""
+    """`generate` that says these texts, each with a stop token, or tokens, then what the seed says; and what it was asked."""
     asked, left = [], iter(texts)
 
     async def generate(request):
         await asyncio.sleep(0)
         asked.append(request)
         text = next(left, None) or hashlib.sha256(str(request.seed).encode()).hexdigest()[:5]
-        whole = np.array([*encode(text), TOKENIZER.eos_token_id], np.int32)
+        whole = np.array(text if isinstance(text, list) else [*encode(text), TOKENIZER.eos_token_id], np.int32)
         tokens = whole[: request.sampling.max_new_tokens]
         reason = "stop" if len(tokens) == len(whole) else "length"
         logprobs = np.arange(1, len(tokens) + 1, dtype=np.float32) * -0.1

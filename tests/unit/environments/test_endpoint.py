@@ -6,9 +6,11 @@ import logging
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from dapo_mega.batching.samples import samples_to_score
 from dapo_mega.distributed.event_loops import result_of
 from dapo_mega.environments.endpoint import IGNORED_HEADER, Endpoint
 from dapo_mega.environments.sessions import Session
@@ -139,6 +141,10 @@ def test_a_prompt_of_the_programs_own_takes_the_place_of_the_rows(live):
     assert found.segments == (0, found.num_rows)
     assert found.pieces == [(0, found.num_rows, False)]
     assert rows(found) == "<s>system: S</s>\n<s>user: Q</s>\n<s>assistant: yes</s>"
+    samples = samples_to_score([(PROMPT, found), (PROMPT, replace(found, segments=(9, found.num_rows)))], 0)
+    assert samples.lengths.tolist() == [found.num_rows, len(PROMPT.token_ids) + 9, found.num_rows - 9]
+    assert samples.columns.token_ids[: found.num_rows].tolist() == found.token_ids.tolist()
+    assert samples.columns.response_mask[: found.num_rows].tolist() == found.sampled.tolist()
 
 
 def test_calls_are_told_as_openai_tells_them_and_their_results_go_on(live):
@@ -166,7 +172,7 @@ def test_calls_are_told_as_openai_tells_them_and_their_results_go_on(live):
     [
         ('<tool_call>{"name": "add", oops}</tool_call>', {"tools": [TOOL]}, "stop"),
         ('<tool_call>{"name": "add", "arguments": {}}</tool_call>', {}, "stop"),
-        ('<tool_call>{"name": "add", "arguments": {}}</tool_call>!', {"tools": [TOOL], "max_tokens": 58}, "length"),
+        ('<tool_call>{"name": "add", "arguments": {}}</tool_call> and on', {"tools": [TOOL], "max_tokens": 57}, "length"),
     ],
 )
 def test_a_call_that_cannot_be_used_is_told_as_it_was_written(live, text, more, reason):
@@ -195,16 +201,13 @@ def test_a_history_that_was_rewritten_begins_a_piece_and_a_fork_trains_nothing_t
 
 def test_what_was_sampled_is_not_encoded_again(live):
     """A tokenizer may write a text otherwise than the policy did; the rows have what it sampled."""
-    policy = live("on\ufffd")
-    odd = [*encode("o"), encode("é")[0], END]  # Half of a character.
-
-    async def generate(request):
-        return None
-
+    policy = live(odd := [*encode("o"), encode("é")[0], END])  # Half of a character.
     said = policy.chat(USER)
-    del generate, odd
+    assert said["content"] == "o\ufffd"
     policy.chat(USER, said, {"role": "user", "content": "a"})
-    assert policy.trajectory().segments[0]
+    found = policy.trajectory()
+    assert len(found.pieces) == 1
+    assert found.sampled_ids.tolist()[:3] == odd
 
 
 def test_streams_are_the_same_answer_in_pieces(live):
