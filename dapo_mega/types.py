@@ -15,6 +15,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
@@ -156,8 +157,9 @@ class Trajectory:
     False, tokens were observed: they have log-prob 0, and no part in anything that is trained on or measured.
     `version_spans` and `engine_spans` say which weights and engines sampled which tokens: (version, end) and (URL, end)
     with ascending ends, those of versions up to R. `segments` are the ends of pieces, the last of them R: where the
-    history was rewritten a new piece begins with all of it, and every piece is a sequence of its own. `stop` says why
-    one with an environment is over (see `STOP_REASONS`); it is empty for a single answer.
+    history was rewritten a new piece begins with all of it, and every piece is a sequence of its own. The first end is
+    0 where no piece begins with the row's prompt. `stop` says why one with an environment is over (see
+    `STOP_REASONS`); it is empty for a single answer.
 
     Every field is a column of checkpoints and of files of samples, see `trajectory_records`.
     """
@@ -186,6 +188,12 @@ class Trajectory:
             response.engine_spans,
             (length,),
         )
+
+    @property
+    def pieces(self) -> list[tuple[int, int, bool]]:
+        """First row and end of every sequence, and whether the prompt of the row is before it."""
+        found = [(start, stop, not i) for i, (start, stop) in enumerate(pairwise((0, *self.segments)))]
+        return found[1:] if len(found) > 1 and not self.segments[0] else found
 
     @property
     def num_rows(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from operator import itemgetter
 from typing import Any, Self
 
@@ -239,9 +238,9 @@ def _join(
         fresh, engine_ids = member.versions >= version, np.full(member.num_rows, -1)
         for (url, end), start in zip(member.engine_spans, (0, *(end for _, end in member.engine_spans)), strict=False):
             engine_ids[start:end] = engines.index(url) if url else -1
-        for start, stop in pairwise((0, *member.segments)):
+        for start, stop, has_prompt in member.pieces:
             piece = slice(start, stop)
-            before = prompt.token_ids if not start else prompt.token_ids[:0]
+            before = prompt.token_ids if has_prompt else prompt.token_ids[:0]
             samples.append(
                 _sample(
                     before,

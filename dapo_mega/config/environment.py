@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dapo_mega.algorithms.own import OwnCode
 from dapo_mega.config.base import FREE, Section
+from dapo_mega.config.paths import LocalPath
 from dapo_mega.declared import FunctionPath, FunctionPathOrNone
+from dapo_mega.errors import InputError
 
 
 class SingleTurnEnvironment(Section):
@@ -17,14 +20,9 @@ class SingleTurnEnvironment(Section):
     kind: Literal["single_turn"] = "single_turn"
 
 
-class OwnEnvironment(OwnCode):
-    """An environment of your own: what makes an object for every trajectory, with the methods `reset(task, seed)` and
-    `step(action)`, both of which return an observation, and perhaps `close()`, `snapshot()` and `restore(state)`."""
+class InTurns(Section):
+    """What an environment has in which the policy takes turns."""
 
-    path: FunctionPath = Field(
-        description="FILE.py:NAME, relative to this file, or package.module:NAME, of a class or a function, which is "
-        "called with the settings in a process of its own."
-    )
     max_turns: int = Field(default=8, ge=1, description="Turns of the policy in a trajectory at most.")
     max_turn_tokens: int | None = Field(
         default=None, ge=1, description="Longest turn of the policy in tokens; null: what is left of the trajectory."
@@ -36,21 +34,6 @@ class OwnEnvironment(OwnCode):
         default="auto",
         description="How turns become tokens. auto: by the tokenizer's chat template where the data have "
         "chat_template=true, else as bare text; renderers: by the library renderers, which knows more models' calls.",
-    )
-    trajectory_limit_s: float | None = Field(
-        default=None,
-        gt=0,
-        json_schema_extra=FREE,
-        description="A trajectory that is older than so many seconds ends with its turn; null: none does.",
-    )
-    num_workers: int = Field(
-        default=2, ge=1, json_schema_extra=FREE, description="Processes that environments live in, many in each."
-    )
-    time_limit_s: float = Field(
-        default=60.0, gt=0, json_schema_extra=FREE, description="Longest call of an environment in seconds."
-    )
-    memory_limit_mib: int = Field(
-        default=4096, ge=64, json_schema_extra=FREE, description="MiB that a process may use beyond what it imports."
     )
     retries: int = Field(
         default=2,
@@ -67,7 +50,44 @@ class OwnEnvironment(OwnCode):
         description="The run ends when more than this share of a step's trajectories failed by their environments.",
     )
 
+    @property
+    def title(self) -> str:
+        """What the environment is called in messages."""
+        raise NotImplementedError
+
+    def unusable(self, problem: object) -> InputError:
+        """The error of an environment that cannot be used."""
+        return InputError(f"environment: {self.title}: {problem}")
+
+
+class OwnEnvironment(OwnCode, InTurns):
+    """An environment of your own: what makes an object for every trajectory, with the methods `reset(task, seed)` and
+    `step(action)`, both of which return an observation, and perhaps `close()`, `snapshot()` and `restore(state)`."""
+
+    path: FunctionPath = Field(
+        description="FILE.py:NAME, relative to this file, or package.module:NAME, of a class or a function, which is "
+        "called with the settings in a process of its own."
+    )
+    trajectory_limit_s: float | None = Field(
+        default=None,
+        gt=0,
+        json_schema_extra=FREE,
+        description="A trajectory that is older than so many seconds ends with its turn; null: none does.",
+    )
+    num_workers: int = Field(
+        default=2, ge=1, json_schema_extra=FREE, description="Processes that environments live in, many in each."
+    )
+    time_limit_s: float = Field(
+        default=60.0, gt=0, json_schema_extra=FREE, description="Longest call of an environment in seconds."
+    )
+    memory_limit_mib: int = Field(
+        default=4096, ge=64, json_schema_extra=FREE, description="MiB that a process may use beyond what it imports."
+    )
     key: ClassVar[str] = "environment"
+
+    @property
+    def title(self) -> str:
+        return self.path or self.kind
 
     @property
     def source(self) -> dict[str, Any]:
@@ -106,4 +126,62 @@ class ToolsEnvironment(OwnEnvironment):
         return {"path": "dapo_mega.environments.tools:ToolEnvironment", "settings": settings, "tools": self.path}
 
 
-EnvironmentChoice = SingleTurnEnvironment | OwnEnvironment | ToolsEnvironment
+class ProgramEnvironment(InTurns):
+    """A program of your own for every trajectory, which asks the policy as it would ask OpenAI, at OPENAI_BASE_URL with
+    OPENAI_API_KEY. DAPO_MEGA_TASK is its row as JSON, or a file with it, DAPO_MEGA_SEED the seed of its group, and what
+    it posts to DAPO_MEGA_REWARD_URL its reward."""
+
+    kind: Literal["program"] = Field(default="program", description="program: agents that are programs.")
+    command: str = Field(
+        description="The command, without a shell, such as python my_agent.py. It ends with exit status 0, or else the "
+        "trajectory has failed."
+    )
+    folder: LocalPath = Field(default=".", description="Its working folder, relative to this file; else this file's.")
+    max_observation_tokens: int = Field(
+        default=4096, ge=1, description="More tokens of messages than these behind a turn end the trajectory."
+    )
+    program_limit_s: float = Field(
+        default=600.0,
+        gt=0,
+        json_schema_extra=FREE,
+        description="Seconds that a program may take, without those in which it waits for the policy.",
+    )
+    memory_limit_mib: int | None = Field(
+        default=4096,
+        ge=64,
+        json_schema_extra=FREE,
+        description="MiB of address space of each of its processes; null: no limit, as programs for Node.js need it.",
+    )
+    max_programs: int = Field(
+        default=64, ge=1, json_schema_extra=FREE, description="Programs that run at a time at most."
+    )
+    retries: int = Field(
+        default=2,
+        ge=0,
+        json_schema_extra=FREE,
+        description="How often a program that failed is started anew, for a new trajectory. Then its group is dropped.",
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        json_schema_extra=FREE,
+        description="Address that the endpoint listens at. Who reaches it needs a key of a program that runs.",
+    )
+    port: int = Field(
+        default=0, ge=0, le=65535, json_schema_extra=FREE, description="Port of the endpoint; 0: any free one."
+    )
+
+    key: ClassVar[str] = "environment"
+
+    @field_validator("command")
+    @classmethod
+    def _can_be_split(cls, command: str) -> str:
+        if not shlex.split(command):
+            raise ValueError("it is empty; give a program and its arguments")
+        return command
+
+    @property
+    def title(self) -> str:
+        return self.command
+
+
+EnvironmentChoice = SingleTurnEnvironment | OwnEnvironment | ToolsEnvironment | ProgramEnvironment

@@ -53,6 +53,8 @@ def located(kind: type[Section], given: Mapping[str, Any], folder: Path, other: 
     result = dict(given)
     for key, field in kind.model_fields.items():
         value = given.get(key)
+        if value is None and other is None and field.default == ".":  # The file's own folder.
+            value = "."
         if path_kind := kind_of_path(field):
             if path_kind == "output" and isinstance(value, str) and _NO_FOLDER.match(os.path.expanduser(value)):
                 raise InputError(

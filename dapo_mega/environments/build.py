@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Coroutine, Mapping
 from functools import partial
@@ -10,13 +11,17 @@ from typing import Any
 
 from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.config import RunConfig
-from dapo_mega.config.environment import OwnEnvironment
+from dapo_mega.config.environment import OwnEnvironment, ProgramEnvironment
 from dapo_mega.data.prompts import Render
 from dapo_mega.data.templates import render_messages
+from dapo_mega.data.tokenizer import decoder
 from dapo_mega.distributed.event_loops import outer_loop_set_aside
 from dapo_mega.environments.base import SINGLE_TURN, Environment
 from dapo_mega.environments.dialogues import make_dialogue
+from dapo_mega.environments.endpoint import Wording
+from dapo_mega.environments.markup import ENDS
 from dapo_mega.environments.pool import EnvironmentPool
+from dapo_mega.environments.programs import check_command, make_programs
 from dapo_mega.environments.turns import Turns, seed_of_group
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.processes import CallError
@@ -27,7 +32,7 @@ logger = logging.getLogger(__name__)
 def make_environment(config: RunConfig, tokenizer: Any) -> tuple[Environment, Render]:
     """The run's environment, and what makes the text of prompts for it. Raises InputError if it cannot be made."""
     own = config.environment
-    if not isinstance(own, OwnEnvironment):
+    if not isinstance(own, OwnEnvironment | ProgramEnvironment):
         return SINGLE_TURN, render_messages
     datasets = config.data.by_key
     in_chats = {dataset.chat_template for dataset in datasets.values()}
@@ -36,11 +41,18 @@ def make_environment(config: RunConfig, tokenizer: Any) -> tuple[Environment, Re
             f"an environment needs one kind of prompts, but chat_template is true for some of {', '.join(datasets)} "
             f"and false for others; set it to the same"
         )
+    usual = config.batch.groups_per_step * config.batch.group_size
+    if isinstance(own, ProgramEnvironment):
+        tokenizer = copy.deepcopy(tokenizer)  # Another thread encodes with it.
+        dialogue = make_dialogue(own.dialogue, tokenizer, chat_template=in_chats.pop(), tools=())
+        decode = decoder(tokenizer, [*ENDS, *ENDS.values()])
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        wording = Wording(dialogue, decode, len(tokenizer), longest)
+        return make_programs(own, wording, usual), partial(render_messages, add_generation_prompt=False)
     pool = EnvironmentPool(own)
     try:
         tools = _run(own, _tools(pool))
         dialogue = make_dialogue(own.dialogue, tokenizer, chat_template=in_chats.pop(), tools=tools)
-        usual = config.batch.groups_per_step * config.batch.group_size
         render = partial(render_messages, tools=tools, add_generation_prompt=False)
         return Turns(own, pool, dialogue, usual), render
     except BaseException:
@@ -52,6 +64,8 @@ def try_environment(config: RunConfig, task: Mapping[str, Any]) -> None:
     """Begin two environments of a task and let both take a turn, in turns. Raises InputError for one that cannot be
     used, and warns of one that does not repeat itself."""
     own = config.environment
+    if isinstance(own, ProgramEnvironment):
+        check_command(own)
     if not isinstance(own, OwnEnvironment):
         return
     pool = EnvironmentPool(own.model_copy(update={"num_workers": 1}))
@@ -78,7 +92,7 @@ async def _trial(own: OwnEnvironment, pool: EnvironmentPool, task: Mapping[str, 
                 "that fail or are interrupted begin anew; draw from a generator of its own that is made of the seed "
                 "(no module's random numbers, which all environments of a process share), or give it the methods "
                 "snapshot and restore",
-                own.path or own.kind,
+                own.title,
                 call[0],
                 first,
                 second,

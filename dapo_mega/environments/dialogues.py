@@ -7,6 +7,7 @@ used: the thinking stays where it was sampled, in the next turn's prompt as in t
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,15 @@ class Dialogue(Protocol):
         `messages` and the opening of the policy's turn."""
 
     @abstractmethod
+    def whole(self, messages: Messages) -> list[int]:
+        """The tokens of a conversation, with turns that the policy may not have written, and the opening of the next
+        one. Raises `InputError` where the template refuses it."""
+
+    @abstractmethod
+    def with_tools(self, tools: Messages) -> Dialogue:
+        """The same for prompts that show these tools. Raises `InputError` where they cannot be shown."""
+
+    @abstractmethod
     def read(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Read:
         """What the policy did in the turn. No call is dropped: one that cannot be read has its `problem`."""
 
@@ -70,6 +80,15 @@ class BareText(Dialogue):
         encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
         return list(encoded["input_ids"]) if text else []
 
+    def whole(self, messages: Messages) -> list[int]:
+        """With the special tokens of the tokenizer, as prompts have them."""
+        return list(self._tokenizer(render_messages(messages), split_special_tokens=True)["input_ids"])
+
+    def with_tools(self, tools: Messages) -> Dialogue:
+        if tools:
+            raise InputError("prompts without a chat template show no tools; set chat_template: true for the data")
+        return self
+
     def read(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Read:
         """All that was written is said too, with the markup of calls and the thinking."""
         (text,) = self._decode([np.asarray(sampled_ids)])
@@ -87,11 +106,14 @@ class TemplateDialogue(Dialogue):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Messages = ()) -> None:
-        self.tools = tools
         self._tokenizer = tokenizer
-        asked = render_messages([USER], tokenizer, tools, add_generation_prompt=False)
         self._decode = decoder(tokenizer, _TAGS)
         self._encoder = InertEncoder(tokenizer)
+        self._show(tools)
+
+    def _show(self, tools: Messages) -> None:
+        tokenizer, self.tools = self._tokenizer, tools
+        asked = render_messages([USER], tokenizer, tools, add_generation_prompt=False)
         stops = stop_tokens(Path(str(tokenizer.name_or_path)), tokenizer)
         self._stops = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in stops}
         self._close = self._text([USER, answer()], False).rpartition(_ANSWER)[2]
@@ -117,6 +139,14 @@ class TemplateDialogue(Dialogue):
                 f"`reset` follow it; let `reset` give none, {_MENDED}"
             )
         return self._encoder.encode(_split(whole.removeprefix(row), messages))
+
+    def whole(self, messages: Messages) -> list[int]:
+        return self._encoder.encode(_split(self._text(_shown(messages), True), messages))
+
+    def with_tools(self, tools: Messages) -> Dialogue:
+        other = copy.copy(self)
+        other._show(tools)
+        return other
 
     def read(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Read:
         (text,) = self._decode([np.asarray(sampled_ids)])

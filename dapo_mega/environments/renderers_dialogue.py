@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,18 @@ class RenderersDialogue(Dialogue):
         if ids is None:
             raise InputError("the library renderers changes a row's prompt where the messages of `reset` follow it")
         return ids
+
+    def whole(self, messages: Messages) -> list[int]:
+        ids = self._inert([], messages, lambda shown: self._render(shown, True))
+        if ids is None:
+            raise InputError("the library renderers reads control tokens out of these messages")
+        return ids
+
+    def with_tools(self, tools: Messages) -> Dialogue:
+        other = copy.copy(self)
+        other.tools = list(tools)
+        other._renderer = other._chosen()
+        return other
 
     def read(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Read:
         prompt, sampled = [int(i) for i in prompt_ids], [int(i) for i in sampled_ids]

@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -21,13 +20,14 @@ import numpy as np
 
 from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.config.environment import OwnEnvironment
-from dapo_mega.environments.base import Begun, Environment, Generate, Progress, TrajectoryFailure
+from dapo_mega.environments.account import Counts, InTurnsEnvironment
+from dapo_mega.environments.base import Begun, Generate, Progress, TrajectoryFailure
 from dapo_mega.environments.dialogues import Dialogue
 from dapo_mega.environments.observations import Observation
 from dapo_mega.environments.pool import EnvironmentPool, LiveEnvironment
 from dapo_mega.rewards.processes import CallError
 from dapo_mega.rewards.records import RewardRecord
-from dapo_mega.types import GenerationFailure, GenerationRequest, LogProbs, Prompt, Response, TokenIds, Trajectory, Turn
+from dapo_mega.types import GenerationRequest, LogProbs, Prompt, Response, TokenIds, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +41,7 @@ class _DiffersError(Exception):
     """An environment that was brought to a state again returned something else on the way."""
 
 
-@dataclass
-class _Counts:
-    """Of a step: trajectories by what became of them (started, finished, failed, cancelled) and other events, and the
-    seconds that calls of environments took."""
-
-    events: Counter[str] = field(default_factory=Counter)
-    call_s: float = 0.0
-
-
-class Turns(Environment):
+class Turns(InTurnsEnvironment):
     """One environment for each trajectory. No engine's place is held while it works.
 
     Raises InputError where what it returns is no observation, and when more than `max_failed_share` of a step's
@@ -61,13 +52,10 @@ class Turns(Environment):
     def __init__(
         self, own: OwnEnvironment, pool: EnvironmentPool, dialogue: Dialogue, usual_trajectories: int = 1
     ) -> None:
-        self._own = own
+        super().__init__(own, usual_trajectories)
+        self._own: OwnEnvironment = own
         self._pool = pool
         self._dialogue = dialogue
-        self._usual_trajectories = usual_trajectories
-        self._counts = _Counts()
-        self._num_open = 0
-        self._first_failure = ""
 
     def log_to(self, path: Path) -> None:
         """See `Environment`."""
@@ -77,45 +65,9 @@ class Turns(Environment):
         """See `Environment`."""
         self._pool.close()
 
-    async def run(
-        self, prompt: Prompt, request: GenerationRequest, generate: Generate, progress: Progress
-    ) -> Trajectory:
-        """Ends as `Trajectory.stop` says: the environment is done, `max_turns` or `trajectory_limit_s` is reached, or
-        the next turn (tokens) or observation (context) has no place in the `max_new_tokens` of the request, which are
-        for all rows."""
-        self._num_open += 1
-        self._counts.events["started"] += 1
-        became = "cancelled"
-        try:
-            trajectory = await self._run(prompt, request, generate, progress)
-            became = "finished"
-            return trajectory
-        except GenerationFailure:
-            became = "failed"
-            raise
-        except MisuseError as error:
-            raise self._own.unusable(error) from None
-        finally:
-            self._num_open -= 1
-            self._counts.events[became] += 1
-
     def apart(self) -> Turns:
         """See `Environment`."""
         return Turns(self._own, self._pool, self._dialogue, self._usual_trajectories)
-
-    def pop_metrics(self) -> dict[str, float]:
-        """See `Environment`."""
-        counts, self._counts = self._counts, _Counts()
-        events = counts.events
-        metrics = {
-            f"environment/trajectories_{state}": float(events[state])
-            for state in ("started", "finished", "failed", "cancelled")
-        }
-        metrics["environment/trajectories_open"] = float(self._num_open)
-        metrics |= {f"environment/{event}": float(events[event]) for event in ("retries", "replays", "differing")}
-        if events["calls"]:
-            metrics["environment/seconds_per_call"] = counts.call_s / events["calls"]
-        return metrics
 
     async def _run(
         self, prompt: Prompt, request: GenerationRequest, generate: Generate, progress: Progress
@@ -130,14 +82,12 @@ class Turns(Environment):
             except _DiffersError as error:
                 self._counts.events["differing"] += 1
                 if self._counts.events["differing"] == 1:
-                    logger.warning(
-                        "environment: %s: a trajectory begins anew: %s", self._own.path or self._own.kind, error
-                    )
+                    logger.warning("environment: %s: a trajectory begins anew: %s", self._own.title, error)
                 progress.begun, retries = None, life.retries
             except CallError as error:
                 begun = progress.begun
                 failed = replace(begun.trajectory, stop="failed") if begun else None
-                self._note_failure(error)
+                self.note_failure(error)
                 raise TrajectoryFailure(request.request_id, str(error), failed) from None
             finally:
                 life.close()
@@ -147,7 +97,7 @@ class Turns(Environment):
     ) -> Trajectory:
         own, started = self._own, time.monotonic()
         begun = progress.begun
-        rows = _Rows(request, begun.trajectory if begun else None)
+        rows = Rows(request, begun.trajectory if begun else None)
         life.action_of = partial(self._action, rows)
         if begun:
             life.goes_on(begun)
@@ -174,7 +124,7 @@ class Turns(Environment):
                 return rows.trajectory(stop)
             progress.begun = Begun(rows.trajectory(), tuple(life.observations), life.snapshot)
 
-    def _following(self, rows: _Rows, observation: Observation) -> list[int]:
+    def _following(self, rows: Rows, observation: Observation) -> list[int]:
         token_ids = self._dialogue.extend(*rows.of_turn(len(rows.turns) - 1), observation.messages)
         if token_ids is None:
             raise MisuseError(
@@ -183,7 +133,7 @@ class Turns(Environment):
             )
         return token_ids
 
-    def _action(self, rows: _Rows, turn: int) -> dict[str, Any]:
+    def _action(self, rows: Rows, turn: int) -> dict[str, Any]:
         """What the environment is told of this turn."""
         prompt_ids, sampled_ids = rows.of_turn(turn)
         read = self._dialogue.read(prompt_ids, sampled_ids)
@@ -195,33 +145,12 @@ class Turns(Environment):
         num_characters = sum(len(text) for message in observation.messages for text in message.values())
         return num_characters > self._own.max_observation_tokens * _LONGEST_TOKEN
 
-    def _add(self, rows: _Rows, token_ids: Sequence[int]) -> bool:
+    def _add(self, rows: Rows, token_ids: Sequence[int]) -> bool:
         """Add what was observed, unless it is too long or leaves no place for a turn."""
         if len(token_ids) > self._own.max_observation_tokens or len(token_ids) >= rows.left:
             return False
         rows.append(np.array(token_ids, np.int32))
         return True
-
-    def _note_failure(self, error: CallError) -> None:
-        """Count a trajectory that failed by its environment. Raises InputError if there are too many."""
-        events = self._counts.events
-        events["environment_failed"] += 1
-        if not self._first_failure:
-            self._first_failure = str(error)
-            logger.warning(
-                "environment: %s: %s; the group of its trajectory is dropped, and further ones are only counted "
-                "(environment/trajectories_failed)%s",
-                self._own.path or self._own.kind,
-                error,
-                f"\n{error.detail.rstrip()}" if error.detail else "",
-            )
-        num_failed, total = events["environment_failed"], max(events["started"], self._usual_trajectories)
-        if num_failed > self._own.max_failed_share * total:
-            raise self._own.unusable(
-                f"{num_failed} of {total} trajectories of a step failed by their environments, more than "
-                f"environment.max_failed_share={self._own.max_failed_share:g} allows; the first failure, whose "
-                f"traceback is above: {self._first_failure}"
-            )
 
 
 class _Life:
@@ -230,9 +159,7 @@ class _Life:
 
     action_of: Callable[[int], dict[str, Any]]
 
-    def __init__(
-        self, pool: EnvironmentPool, counts: _Counts, task: Mapping[str, Any], seed: int, retries: int
-    ) -> None:
+    def __init__(self, pool: EnvironmentPool, counts: Counts, task: Mapping[str, Any], seed: int, retries: int) -> None:
         self._pool = pool
         self._counts = counts
         self.task = task
@@ -293,7 +220,7 @@ class _Life:
             live.close()
 
 
-class _Rows:
+class Rows:
     """The rows of a trajectory so far. The ids of its prompt are before those of the rows."""
 
     def __init__(self, request: GenerationRequest, begun: Trajectory | None = None) -> None:
@@ -308,6 +235,11 @@ class _Rows:
             self._token_ids = np.concatenate([self._token_ids, begun.token_ids])
             self._logprobs, self._sampled, self.turns = begun.logprobs, begun.sampled, list(begun.turns)
             self._versions, self._engines = list(begun.version_spans), list(begun.engine_spans)
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """All ids, those of the prompt too."""
+        return self._token_ids
 
     @property
     def left(self) -> int:
@@ -339,6 +271,10 @@ class _Rows:
         _extend(self._versions, [(version, start + end) for version, end in versions])
         _extend(self._engines, [(engine, start + end) for engine, end in response.engine_spans])
         self.turns.append(Turn(start + length, response.finish_reason))
+
+    def note(self, parts: Mapping[str, float]) -> None:
+        """Say what the last turn earned."""
+        self.turns[-1] = replace(self.turns[-1], parts=parts)
 
     def append(self, token_ids: TokenIds, logprobs: LogProbs | None = None) -> None:
         """Add rows, which were observed where they have no log-probs."""

@@ -123,7 +123,7 @@ def _code_notes(config: RunConfig) -> list[str]:
     if not missing:
         try_own_code(own.values(), config.batch.group_size)
     record = first_record(next(iter(config.data.training.values())))
-    if "environment" in own.keys() - {*missing} and record:
+    if ("environment" in own.keys() - {*missing} or config.environment.kind == "program") and record:
         try_environment(config, task_of(record))
     return [f"note: {key} was not tried, as {place} is not on this machine" for key, place in missing.items()]
 

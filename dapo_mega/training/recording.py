@@ -85,9 +85,9 @@ def values_of_trajectories(
     `samples.groups_per_step` is set."""
     members = [(number, group.prompt, member) for number, group in enumerate(groups) for member in group.trajectories]
     places = [
-        (i, start if start else -len(prompt.token_ids))
+        (i, start - len(prompt.token_ids) * has_prompt)
         for i, (_, prompt, member) in enumerate(members)
-        for start in (0, *member.segments[:-1])
+        for start, _, has_prompt in member.pieces
     ]
     wanted = None
     if config.samples.groups_per_step is not None:

@@ -87,6 +87,13 @@ HELD = "unit/rollout/test_collector.py::test_held_groups_that_changed_settings_w
 
 PARITY = "distributed/test_parallel_parity.py::test_a_{}_learns_the_same_under_every_layout"
 LAYOUTS = "integration/test_resume.py::test_resuming_in_another_layout_continues_with_the_same_data_and_loss"
+PROGRAMS = {
+    "test_a_failure_is_no_number": ("program_limit_s", "memory_limit_mib", "retries"),
+    "test_too_many_failures_end_the_run": ("max_failed_share",),
+    "test_many_play_at_once_within_their_places": ("max_programs",),
+    "test_a_command_that_is_not_there_and_a_port_that_is_taken_are_told": ("host", "port"),
+    "test_its_folder_is_that_of_the_runs_file": ("command", "folder"),
+}
 # Keys -> the test that changes them at a resume and sees the effect, beside the modules imported here.
 ELSEWHERE = {
     **dict.fromkeys(("algorithm.dynamic_sampling_on.kind", "algorithm.dynamic_sampling_on.threshold"), HELD),
@@ -103,6 +110,11 @@ ELSEWHERE = {
     "parallel.expert": PARITY.format("mixture_of_experts"),
     "parallel.expert_tensor": "distributed/test_parallel_parity.py::"
     "test_latent_attention_with_routing_biases_learns_the_same",
+    **{
+        f"environment.{key}": f"unit/environments/test_programs.py::{test}"
+        for test, keys in PROGRAMS.items()
+        for key in keys
+    },
     "controller.own_process": "integration/test_resume.py::test_a_controller_of_its_own_gives_the_same_run",
     **dict.fromkeys(
         ("controller.host", "controller.wait_limit_s"),

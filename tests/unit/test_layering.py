@@ -29,7 +29,7 @@ FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MAY_IMPORT = {
     "megatron": {"megatron", "checkpoints", "conversion"},
     "sglang": {"sglang_plugin"},
-    "aiohttp": {"engines", "rewards"},
+    "aiohttp": {"engines", "environments", "rewards"},
     "http": {"engines", "rewards"},
     "urllib.request": {"engines"},
     "requests": set(),

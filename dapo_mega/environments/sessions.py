@@ -1,0 +1,265 @@
+"""What a program asked of the policy, token by token.
+
+A request whose messages go on behind a recorded turn gets this turn's tokens and, encoded, what is new; nothing that
+was sampled is encoded again. Any other begins a piece of the trajectory with all of its prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dapo_mega.config.environment import InTurns
+from dapo_mega.environments.dialogues import Dialogue
+from dapo_mega.environments.turns import Rows
+from dapo_mega.errors import InputError
+from dapo_mega.types import GenerationRequest, Response, Trajectory, Turn
+
+T = TypeVar("T")
+
+Message = dict[str, Any]
+Place = tuple["Recorded | None", list[int]]
+"""The recorded turn that a prompt follows, and what follows; None, and all of it."""
+
+_OBSERVED = ("user", "tool", "system")
+
+
+class RefusedError(Exception):
+    """An error to answer with, in OpenAI's form."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A turn of the policy: its prompt ends at `start` of the ids of `rows`, and it at `end`. `history` are its
+    messages as they are compared, its own the last, empty where it was asked for by tokens. `names` are those of its
+    calls, by id."""
+
+    rows: Rows
+    start: int
+    end: int
+    response: Response
+    history: tuple[Any, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.rows.token_ids[: self.start].tolist()
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        return self.rows.token_ids[self.start : self.end].tolist()
+
+
+@dataclass
+class Ask:
+    """A turn that the policy is to take."""
+
+    request: GenerationRequest
+    answer: asyncio.Future[Response]
+
+    def done(self, response: Response) -> None:
+        if not self.answer.done():
+            self.answer.set_result(response)
+
+
+@dataclass
+class Ended:
+    """The end of a program; `failure` says why it failed, if it did."""
+
+    failure: str = ""
+    printed: str = ""
+
+
+class Session:
+    """One life of a program. But for what it is made of, all in the endpoint's thread. `events` are those that the
+    trajectory's coroutine waits for, `so_far` is what there is of the trajectory, `stop` the limit that ended it."""
+
+    def __init__(self, request: GenerationRequest, limits: InTurns, on_wait: Callable[[bool], None]) -> None:
+        """`on_wait` is called when the program begins to wait for the policy, with True, and when it goes on."""
+        self.id, self.key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
+        self.events: asyncio.Queue[Ask | Ended] = asyncio.Queue()
+        self.so_far: Trajectory | None = None
+        self.earned: Mapping[str, float] = {}
+        self.stop = ""
+        self.answers: dict[str, Any] = {}
+        self._request = request
+        self._limits = limits
+        self._on_wait = on_wait
+        self._first: Rows | None = None
+        self._others: list[Rows] = []
+        self._turns: list[Recorded] = []
+        self._num_waiting = 0
+        self._lock = asyncio.Lock()
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    async def turn(self, find: Callable[[], Place], max_tokens: int | None, note: Callable[[Recorded], T]) -> T:
+        """What `note` makes of one turn of the policy behind what `find` finds. One at a time; others wait. Raises
+        RefusedError where a limit ends the trajectory."""
+        self._num_waiting += 1
+        if self._num_waiting == 1:
+            self._on_wait(True)
+        try:
+            async with self._lock:
+                if not self.stop and len(self._turns) == self._limits.max_turns:
+                    self.stop = "turns"
+                rows = None if self.stop else self._place(*find())
+                if rows is None:
+                    why = {"turns": "max_turns", "tokens": "max_tokens"}.get(self.stop, "context_length_exceeded")
+                    raise RefusedError(
+                        f"the trajectory is over ({self.stop}): it has reached the run's limit", code=why
+                    )
+                response = await self._sampled(rows, max_tokens)
+                start = len(rows.token_ids)
+                rows.add(response)
+                recorded = Recorded(rows, start, len(rows.token_ids), response)
+                self._turns.append(recorded)
+                noted = note(recorded)
+                self.so_far = self._trajectory()
+                return noted
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._on_wait(False)
+
+    async def _sampled(self, rows: Rows, max_tokens: int | None) -> Response:
+        """The policy's turn. Its random numbers depend on its prompt, and how often that was asked, not on the order of
+        requests."""
+        prompt = rows.token_ids.tobytes()
+        again = sum(turn.rows.token_ids[: turn.start].tobytes() == prompt for turn in self._turns)
+        number = int.from_bytes(hashlib.sha256(prompt + str(again).encode()).digest()[:8], "big")
+        limits = [each for each in (max_tokens, self._limits.max_turn_tokens) if each]
+        ask = Ask(rows.next_request(number, min([*limits, self._left])), asyncio.get_running_loop().create_future())
+        self.events.put_nowait(ask)
+        return await ask.answer
+
+    @property
+    def _pieces(self) -> list[Rows]:
+        return [self._first, *self._others] if self._first else self._others
+
+    @property
+    def _left(self) -> int:
+        limit = self._request.sampling.max_new_tokens
+        return limit - sum(limit - rows.left for rows in self._pieces)
+
+    def _place(self, turn: Recorded | None, ids: list[int]) -> Rows | None:
+        """The rows that a turn is to be sampled behind, with what it observes. None where that has no place, which ends
+        the trajectory."""
+        left, row = self._left, self._request.prompt_token_ids.tolist()
+        if left <= 0:
+            self.stop = "tokens"
+            return None
+        is_end = turn is not None and turn.end == len(turn.rows.token_ids)
+        is_first = turn is None and self._first is None and bool(row) and ids[: len(row)] == row
+        is_long = turn is not None and len(ids) > self._limits.max_observation_tokens
+        if is_first:
+            ids = ids[len(row) :]
+        elif turn and not is_end:
+            ids = [*turn.prompt_ids, *turn.sampled_ids, *ids]
+        if is_long or len(ids) >= left:
+            self.stop = "context"
+            return None
+        if turn and is_end:
+            rows = turn.rows
+        elif is_first:
+            rows = self._first = Rows(self._request)
+        elif ids:
+            rows = Rows(replace(self._request, prompt_token_ids=np.empty(0, np.int32)))
+            self._others.append(rows)
+        else:
+            raise RefusedError("the prompt is empty", param="messages")
+        rows.append(np.array(ids, np.int32))
+        return rows
+
+    def behind_tokens(self, token_ids: list[int]) -> Place:
+        """Where a prompt of these tokens goes on."""
+        best, length = None, 0
+        for turn in self._turns:
+            if (
+                length <= turn.end <= len(token_ids)
+                and turn.rows.token_ids[: turn.end].tolist() == token_ids[: turn.end]
+            ):
+                best, length = turn, turn.end
+        return best, token_ids[length:]
+
+    def behind_messages(self, kind: str, messages: Sequence[Message], dialogue: Dialogue) -> Place:
+        """Where a prompt of these messages goes on, among turns of the same kind. Raises RefusedError for messages that
+        the template refuses."""
+        keys = (kind, *map(compared, messages))
+        names = {id: name for turn in self._turns for id, name in turn.names.items()}
+        shown = [
+            message | {"name": names.get(message["tool_call_id"], message["name"])}
+            if message["role"] == "tool"
+            else message
+            for message in messages
+        ]
+        best: Recorded | None = None
+        for turn in self._turns:
+            length = len(turn.history)
+            if length and keys[:length] == turn.history and (best is None or length >= len(best.history)):
+                best = turn
+        new = shown[len(best.history) - 1 :] if best else []
+        if best and all(message["role"] in _OBSERVED for message in new):
+            with contextlib.suppress(InputError):  # The whole may be possible all the same.
+                ids = dialogue.extend(best.prompt_ids, best.sampled_ids, new)
+                if ids is not None:
+                    return best, ids
+        try:
+            return None, dialogue.whole(shown)
+        except InputError as error:
+            raise RefusedError(str(error), param="messages") from None
+
+    def ended(self, stop: str) -> Trajectory | None:
+        """The trajectory with what it earned, None without any turn."""
+        found = self._trajectory()
+        if found is None:
+            return None
+        last = replace(found.turns[-1], parts={**found.turns[-1].parts, **self.earned})
+        return replace(found, turns=(*found.turns[:-1], last), stop=stop)
+
+    def _trajectory(self) -> Trajectory | None:
+        """All pieces in one, each up to its last turn."""
+        pieces = [rows.trajectory() for rows in self._pieces if rows.turns]
+        if not pieces:
+            return None
+        lengths = [piece.turns[-1].stop for piece in pieces]
+        *starts, total = accumulate(lengths, initial=0)
+        parts = list(zip(pieces, lengths, starts, strict=True))
+        has_row = self._first is not None and bool(self._first.turns)
+        return Trajectory(
+            self._request.request_id,
+            np.concatenate([piece.token_ids[:length] for piece, length, _ in parts]),
+            np.concatenate([piece.logprobs[:length] for piece, length, _ in parts]),
+            np.concatenate([piece.sampled[:length] for piece, length, _ in parts]),
+            tuple(
+                Turn(turn.stop + at, turn.finish_reason, turn.parts) for piece, _, at in parts for turn in piece.turns
+            ),
+            tuple((version, end + at) for piece, _, at in parts for version, end in piece.version_spans),
+            tuple((engine, end + at) for piece, _, at in parts for engine, end in piece.engine_spans),
+            (*(() if has_row else (0,)), *starts[1:], total),
+        )
+
+
+def compared(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two messages have in common where clients drop and rewrite what means nothing: ids, the white space around a
+    text, how arguments are written, and all parallel calls but the first."""
+    calls = message.get("tool_calls") or [None]
+    first = json.dumps(calls[0]["function"], sort_keys=True) if calls[0] else None
+    return message["role"], message["content"].strip(), first
