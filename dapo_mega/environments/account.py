@@ -65,10 +65,12 @@ class InTurnsEnvironment(Environment):
         """See `Environment`."""
         counts, self._counts = self._counts, Counts()
         events = counts.events
-        names = ("started", "finished", "failed", "cancelled")
-        metrics = {f"environment/trajectories_{name}": float(events[name]) for name in names}
+        metrics = {
+            f"environment/trajectories_{state}": float(events[state])
+            for state in ("started", "finished", "failed", "cancelled")
+        }
         metrics["environment/trajectories_open"] = float(self._num_open)
-        metrics |= {f"environment/{name}": float(events[name]) for name in ("retries", "replays", "differing")}
+        metrics |= {f"environment/{event}": float(events[event]) for event in ("retries", "replays", "differing")}
         if events["calls"]:
             metrics["environment/seconds_per_call"] = counts.call_s / events["calls"]
         return metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from dapo_mega.megatron.packed_stage import PackedStage
 from dapo_mega.megatron.repairs.optimizer_checkpoints import separate_adam_steps
 from dapo_mega.models.stored_model import StoredModel
 from dapo_mega.types import Receivers, WeightBucket
+
+
+_ROUTER_LOSSES: Final = ("load_balancing_loss", "router_z_loss")
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,9 @@ class TrainedModel(MegatronModel):
         if self.max_skipped:
             metrics[f"{self.role}/skipped_update_share"] = float(update.is_skipped)
         if not update.is_empty and not update.is_skipped:
-            of_model = {"grad_norm": update.grad_norm, **update.router_losses}
-            metrics |= {f"{self.role}/{name}": value for name, value in of_model.items()}
+            metrics[f"{self.role}/grad_norm"] = update.grad_norm
+            losses = update.router_losses
+            metrics |= {f"{self.role}/{name}": losses[name] for name in _ROUTER_LOSSES if name in losses}
         return metrics
 
     def _is_refused(self, grad_norm: float) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from dapo_mega.config import RunConfig
 from dapo_mega.engines.protocol import Generation, ReservedEngines, RolloutFleet
@@ -40,6 +40,7 @@ _REGISTRATION_GRACE_S = 30.0
 _SPARE_ENGINES_GRACE_S = 60.0
 _REMIND_EVERY_S = 60.0
 _ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
+_SHOWN: Final[tuple[State, ...]] = ("serving", "reserved", "away")
 _COUNTED = ("engines_dead", "engines_hung", "engines_joined", "failed_updates", "pauses")
 
 
@@ -141,9 +142,8 @@ class FleetClient(RolloutFleet):
     def _pop_metrics(self) -> dict[str, float]:
         counts = self._membership.counts.copy()
         self._membership.counts.clear()
-        states: tuple[State, ...] = ("serving", "reserved", "away")
         return {
-            **{f"fleet/engines_{state}": float(len(self._membership.in_state(state))) for state in states},
+            **{f"fleet/engines_{state}": float(len(self._membership.in_state(state))) for state in _SHOWN},
             **{f"fleet/{name}": float(counts[name]) for name in _COUNTED},
             **self._monitor.metrics(),
             **self._dispatcher.pop_metrics(),

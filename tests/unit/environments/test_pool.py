@@ -43,7 +43,7 @@ class Faulty:
         time.sleep(2)
     def nested_answer(self): self.forged(b"[" * 100_000)
     def _pipes(self):
-        for descriptor in range(3, 64):
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
             try:
                 is_written = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
                 if is_written and "pipe" in os.readlink(f"/proc/self/fd/{descriptor}"): yield descriptor

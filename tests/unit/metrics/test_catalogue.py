@@ -53,6 +53,8 @@ def constant_loops(path, tree):
 def texts(node, loops):
     """The strings that an expression can be. What is known only at run time is <>."""
     match node:
+        case ast.Attribute(attr="role"):  # Of a trained model.
+            return ["policy", "critic"]
         case ast.Name(id=name):
             return loops.get(name, ["<>"])
         case ast.Constant(value=str(value)):
@@ -83,11 +85,17 @@ def timed_stages(tree):
                 yield f"time/{stage}_s"
 
 
+def is_metric(node):
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "Metric"
+
+
 def recorded_names():
     """The names that the package records, each with its file."""
     found = {}
     for path, tree in modules():
         places = list(recording_places(tree))
+        if "policy_losses" in path.parts:  # Losses record what they describe.
+            places += [node.args[0] for node in ast.walk(tree) if is_metric(node)]
         has_loops = any(isinstance(place, ast.JoinedStr) and NAME.fullmatch(texts(place, {})[0]) for place in places)
         loops = constant_loops(path, tree) if has_loops else {}
         recorded = {name for place in places for name in texts(place, loops)} - {"time/<>_s"}
