@@ -24,4 +24,6 @@ for _ in range(3):
         reward = 1.0 if guess.isdigit() else -0.5
         break
     messages.append({"role": "user", "content": "+" if int(guess) < hidden else "-"})
-post(os.environ["DAPO_MEGA_REWARD_URL"], {"reward": reward, "correct": reward > 0, "parts": {"digits": guess.isdigit()}})
+post(
+    os.environ["DAPO_MEGA_REWARD_URL"], {"reward": reward, "correct": reward > 0, "parts": {"digits": guess.isdigit()}}
+)

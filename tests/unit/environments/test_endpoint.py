@@ -172,7 +172,11 @@ def test_calls_are_told_as_openai_tells_them_and_their_results_go_on(live):
     [
         ('<tool_call>{"name": "add", oops}</tool_call>', {"tools": [TOOL]}, "stop"),
         ('<tool_call>{"name": "add", "arguments": {}}</tool_call>', {}, "stop"),
-        ('<tool_call>{"name": "add", "arguments": {}}</tool_call> and on', {"tools": [TOOL], "max_tokens": 57}, "length"),
+        (
+            '<tool_call>{"name": "add", "arguments": {}}</tool_call> and on',
+            {"tools": [TOOL], "max_tokens": 57},
+            "length",
+        ),
     ],
 )
 def test_a_call_that_cannot_be_used_is_told_as_it_was_written(live, text, more, reason):
@@ -362,7 +366,9 @@ def test_bad_requests_are_refused_in_openais_form_and_are_no_turns(live):
     for path, key, status in (
         ("/v1/chat/completions", "wrong", 401), ("/v1/models", "", 401), ("/v1/nothing", policy.session.key, 404),
     ):  # fmt: skip
-        found, content, _ = post(policy.url + path, key, None if "models" in path else {}, raw=b"" if "models" in path else None)
+        found, content, _ = post(
+            policy.url + path, key, None if "models" in path else {}, raw=b"" if "models" in path else None
+        )
         assert found == status, content
         assert json.loads(content)["error"]["message"]
     assert not policy.asked
@@ -406,7 +412,13 @@ def test_tokens_go_on_or_begin_a_piece(live):
 def test_rewards_are_checked(live):
     policy = live("x")
     policy.chat(USER)
-    for bad in ({}, {"reward": "1"}, {"reward": float("nan")}, {"reward": 1, "parts": {"reward": 1}}, {"reward": 1, "x": 1}):
+    for bad in (
+        {},
+        {"reward": "1"},
+        {"reward": float("nan")},
+        {"reward": 1, "parts": {"reward": 1}},
+        {"reward": 1, "x": 1},
+    ):
         assert post(f"{policy.url}/reward", policy.session.key, bad)[0] == 400, bad
     good = {"reward": 0.5, "correct": True, "parts": {"turns": 2}}
     assert post(f"{policy.url}/reward", policy.session.key, good)[0] == 200

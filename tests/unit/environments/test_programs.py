@@ -22,7 +22,7 @@ from dapo_mega.types import GenerationFailure
 
 from .programs import assert_exact, programs, prompt_of, request_of, scripted
 
-AGENT = '''
+AGENT = """
 import json, os, pathlib, signal, subprocess, sys, time, urllib.request
 
 def post(url, body):
@@ -48,7 +48,7 @@ def note(*what):
         file.write(json.dumps(what) + "\\n")
 
 note("start", os.getpid(), os.environ["DAPO_MEGA_SEED"])
-'''
+"""
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ note("ready")
 @pytest.mark.parametrize("end", ["play()", "play(); sys.exit(1)", "play(); time.sleep(300)"])
 def test_nothing_that_it_started_outlives_it(agent, tmp_path, end):
     environment = agent(CHILDREN + end, program_limit_s=4)
-    with contextlib.suppress(TrajectoryFailure):
+    with pytest.raises(TrajectoryFailure) if end != "play()" else contextlib.nullcontext():
         run(environment)
     assert len(entries(tmp_path)) == 2
     until(lambda: not left(tmp_path))
