@@ -56,7 +56,7 @@ def programs(command="true", folder=".", is_chat=True, usual=1, **keys):
 
 
 def scripted(*texts):
-    """`generate` that says these texts, each with a stop token, or tokens, then what the seed says; and what it was asked."""
+    """`generate` that says these texts, or tokens, then what the seed says; and what it was asked."""
     asked, left = [], iter(texts)
 
     async def generate(request):
