@@ -30,7 +30,6 @@ from dapo_mega.megatron.repairs.optimizer_checkpoints import separate_adam_steps
 from dapo_mega.models.stored_model import StoredModel
 from dapo_mega.types import Receivers, WeightBucket
 
-
 _ROUTER_LOSSES: Final = ("load_balancing_loss", "router_z_loss")
 
 

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_UP_CLIPPED = "policy/up_clipped_probability"
-
-
 class ClipLoss(PolicyLoss):
     """`r A` within two bounds, with `r` the new / old probability of a token (PPO, DAPO)."""
 
@@ -62,7 +59,7 @@ class ClipLoss(PolicyLoss):
             "lower `optimizer.learning_rate`; look at the mismatch",
         ),
         Metric(
-            _UP_CLIPPED,
+            "policy/up_clipped_probability",
             "probability",
             "Mean probability of the tokens that the upper bound clips; missing where it clips none.",
             "below 0.2 (DAPO, figure 3a): the upper bound holds back unlikely tokens",
@@ -99,14 +96,19 @@ class ClipLoss(PolicyLoss):
             CLIP_LOW_SHARE.name: (active & (advantages < 0) & in_loss).sum(),
             CLIP_HIGH_SHARE.name: up_clipped.sum(),
             "policy/dual_clip_share": (clipped_dual & in_loss).sum(),
-            _UP_CLIPPED: (tokens.logprobs.detach().exp() * up_clipped).sum(),
+            "policy/up_clipped_probability": (tokens.logprobs.detach().exp() * up_clipped).sum(),
         }
         return TokenLosses(loss, sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         metrics = super().metrics(sums)
-        metrics.pop(_UP_CLIPPED, None)
-        return {**metrics, **means_over(sums[CLIP_HIGH_SHARE.name], {_UP_CLIPPED: sums[_UP_CLIPPED]})}
+        metrics.pop("policy/up_clipped_probability", None)
+        return {
+            **metrics,
+            **means_over(
+                sums[CLIP_HIGH_SHARE.name], {"policy/up_clipped_probability": sums["policy/up_clipped_probability"]}
+            ),
+        }
 
 
 class GspoLoss(ClipLoss):

@@ -56,7 +56,7 @@ def programs(command="true", folder=".", is_chat=True, usual=1, **keys):
 
 
 def scripted(*texts):
-    """`generate` that says these texts, each with a stop token, or tokens, then what the seed says; what it got."""
+    """`generate` that says these texts, or tokens, then what the seed says; what it got."""
     asked, left = [], iter(texts)
 
     async def generate(request):
