@@ -38,10 +38,11 @@ for seed in $seeds; do
     mega train --config $recipe/rl.yaml "${common[@]}" output_dir="$folder/rl" model.path="$folder/warm_start/hf"
     mega sft --config $recipe/sft.yaml seed="$((seed + 1000))" output_dir="$folder/sft" num_steps="${sft_steps[-1]}" \
         model.path="$folder/warm_start/hf" data.train.path="$folder/data/demonstrations.parquet" \
-        optimizer.learning_rate=3e-4 optimizer.schedule=constant checkpoint.hf_every="${sft_steps[0]}"
+        optimizer.learning_rate=2e-4 optimizer.schedule=constant checkpoint.hf_every="${sft_steps[0]}"
     for step in "${sft_steps[@]}"; do  # Evaluated as RL's start is; the step of RL after it is not looked at.
         mega train --config $recipe/rl.yaml "${common[@]}" output_dir="$folder/sft_at_$step" num_steps=1 \
             model.path="$folder/sft/hf_step_$(printf %08d "$step")" evaluation.every=0 checkpoint.save_hf_at_end=false
     done
 done
-"$PYTHON" $recipe/compare.py "$output"
+# shellcheck disable=SC2086
+"$PYTHON" -W ignore $recipe/compare.py "$output" $seeds

@@ -24,7 +24,7 @@ from dapo_mega.preparation.folders import prepare_folder
 
 _HELP = {
     "num_train": "deals to train on, and solutions to imitate (default: %(default)s)",
-    "num_eval": "held-out deals, under each rule (default: the paper's %(default)s)",
+    "num_eval": "held-out deals at most, under each rule (default: the paper's %(default)s)",
     "cards": "cards of a deal, 2 to 4 (default: %(default)s)",
     "target": "what formulas must equal (default: %(default)s)",
 }

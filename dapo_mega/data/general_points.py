@@ -125,8 +125,8 @@ class PointsTask:
         return deal
 
     def splits(self, num_train: int, num_eval: int) -> PointsSplits:
-        """So many problems to train on and for each evaluation: distinct ordered deals that can be solved, every set of
-        cards as often as its orders allow. Raises InputError where there are fewer."""
+        """So many problems to train on, and at most so many for each evaluation: distinct ordered deals that can be
+        solved. A quarter of all sets of cards is held out. Raises InputError where there are fewer to train on."""
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, self.num_cards, self.target])))
         hands = list(combinations_with_replacement(range(1, RANKS + 1), self.num_cards))
         hands = [hands[i] for i in rng.permutation(len(hands))]
@@ -135,8 +135,8 @@ class PointsTask:
         train = self._problems(rest, "ten", num_train, rng)
         return PointsSplits(
             train,
-            self._problems(held_out, "ten", num_eval, rng),
-            self._problems(held_out, "distinct", num_eval, rng),
+            self._problems(held_out, "ten", num_eval, rng, or_all=True),
+            self._problems(held_out, "distinct", num_eval, rng, or_all=True),
             train + self._problems(rest, "distinct", num_train, rng, or_all=True),
         )
 
@@ -148,8 +148,8 @@ class PointsTask:
         deals = sorted({deal for hand in usable for deal in permutations(hand)})
         if num < 0 or (num > len(deals) and not or_all):
             raise InputError(
-                f"{num} deals of {self.num_cards} cards for {self.target} asked for, with J, Q and K as {face_cards}; "
-                f"there are {len(deals)} in this part, so ask for fewer, or for more cards"
+                f"{num} deals of {self.num_cards} cards for {self.target} to train on asked for; there are "
+                f"{len(deals)} beside those held out, so ask for fewer, or for more cards"
             )
         chosen = [deals[i] for i in rng.permutation(len(deals))[:num]]
         return [PointsProblem(deal, face_cards, self._solution(deal, face_cards, rng)) for deal in chosen]

@@ -1,4 +1,7 @@
-"""Success over compute of RL and of more SFT, over the seeds of a folder of launch/general_points.sh."""
+"""Success over compute of RL and of more SFT, from the runs of launch/general_points.sh.
+
+python configs/recipes/general_points/compare.py OUTPUT SEED ...
+"""
 
 import json
 import sys
@@ -54,7 +57,7 @@ def summary(arms):
 
 def main():
     output = Path(sys.argv[1])
-    folders = sorted(output.glob("seed*"))
+    folders = [output / f"seed{seed}" for seed in sys.argv[2:]]
     result = {
         "RL": summary([points_of_rl(folder) for folder in folders]),
         "SFT": summary([points_of_sft(folder) for folder in folders]),

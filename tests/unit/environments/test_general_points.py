@@ -186,8 +186,8 @@ def test_the_command_writes_rows_that_the_environment_and_both_trainings_read(tm
     assert "60 deals to train on, 20 held out" in capsys.readouterr().out
     prepare.main(["init-model", "--output", str(tmp_path / "m"), "--tokenizer", str(tmp_path / "a" / "tokenizer")])
     assert f"{len(ALPHABET) + 4} tokens" in capsys.readouterr().out
-    with pytest.raises(InputError, match=r"999 deals of 3 cards for 10 asked for.*there are \d+ in this part"):
-        PointsTask(3, 10).splits(10, 999)
+    with pytest.raises(InputError, match=r"999 deals of 3 cards for 10 to train on asked for; there are \d+ beside"):
+        PointsTask(3, 10).splits(999, 10)
     with pytest.raises(InputError, match="deals of 5 cards: give 2 to 4"):
         PointsTask(5)
 
