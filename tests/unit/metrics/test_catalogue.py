@@ -98,7 +98,7 @@ def recorded_names():
             places += [node.args[0] for node in ast.walk(tree) if is_metric(node)]
         has_loops = any(isinstance(place, ast.JoinedStr) and NAME.fullmatch(texts(place, {})[0]) for place in places)
         loops = constant_loops(path, tree) if has_loops else {}
-        recorded = {without_variables(name) for place in places for name in texts(place, loops)} - {"time/<>_s"}
+        recorded = {name for place in places for name in texts(place, loops)} - {"time/<>_s", "policy/own_<name>"}
         found.update({name: str(path) for name in {*recorded, *timed_stages(tree)} if NAME.fullmatch(name)})
     return found
 
