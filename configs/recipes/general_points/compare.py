@@ -68,11 +68,14 @@ def main():
         axes = figure.add_subplot(1, 2, number)
         for arm, points in result.items():
             seconds = [point["seconds"] for point in points]
-            axes.plot(seconds, [point[split]["mean"] for point in points], marker="o", label=arm)
-            bounds = [[point[split][bound] or point[split]["mean"] for point in points] for bound in ("low", "high")]
+            changes = [point[f"{split}_change"] for point in points]
+            axes.plot(seconds, [change["mean"] for change in changes], marker="o", label=arm)
+            bounds = [[c["mean"] if c[bound] is None else c[bound] for c in changes] for bound in ("low", "high")]
             axes.fill_between(seconds, *bounds, alpha=0.15)
-        axes.set(title=split.replace("_", " "), xlabel="seconds of training after the warm start", ylim=(0, None))
-        axes.set_ylabel("share of deals solved")
+        start = result["RL"][0][split]["mean"]
+        axes.set(title=f"{split.replace('_', ' ')}, {start:.3f} at the warm start")
+        axes.set(xlabel="seconds of training after the warm start", ylabel="change of the share of deals solved")
+        axes.set_ylim(-0.2, 0.3)  # The intervals of two seeds are wider.
         axes.grid(alpha=0.3)
         axes.legend()
     save_png(figure, output / "comparison.png")

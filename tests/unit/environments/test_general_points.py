@@ -2,12 +2,14 @@
 
 from collections import Counter
 from itertools import combinations_with_replacement
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from dapo_mega.commands import prepare
+from dapo_mega.config import RunConfig, SftConfig, load_config
 from dapo_mega.config.environment import OwnEnvironment
 from dapo_mega.data.general_points import (
     ALPHABET,
@@ -19,6 +21,7 @@ from dapo_mega.data.general_points import (
 )
 from dapo_mega.environments.general_points import GeneralPoints, read_formula, verify
 from dapo_mega.errors import InputError
+from dapo_mega.planning.dry_run import print_dry_run
 
 CARDS = (3, 10, 12, 1)  # 3, 10, Q and A
 
@@ -196,3 +199,10 @@ def test_a_papers_answer_is_json_whose_formula_is_right():
     problem = PointsTask().splits(1, 1).out_of_distribution[0]
     environment = begun(cards=problem.deal, face_cards="distinct")
     assert said(environment, answer_text(problem, 24, "paper"))["reward"] == 5
+
+
+@pytest.mark.parametrize("name", ["rl", "sft", "paper", "paper_sft"])
+def test_the_recipes_files_are_valid(name, capsys):
+    file = Path(__file__).parents[3] / "configs" / "recipes" / "general_points" / f"{name}.yaml"
+    print_dry_run(load_config(SftConfig if "sft" in name else RunConfig, file), elsewhere=True)
+    assert "dry run: the configuration is valid" in capsys.readouterr().out
