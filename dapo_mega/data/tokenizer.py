@@ -7,6 +7,7 @@ ordinary characters does not end there, and every text survives encoding and dec
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ SPECIAL_TOKENS = (PAD, EOS, BOS, UNKNOWN)
 """In the order of their ids, 0 to 3."""
 
 _MARK = "answer-to-find"
+_OF_FILE = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _UNLIMITED = 10**9  # transformers would warn about prompts over model_max_length; the run's own limits hold instead.
 
 
@@ -67,12 +69,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     A missing pad token is replaced by the end token. Raises `InputError` when there is no tokenizer or it has no
     end token, without which no response would ever end.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    kind: Any = AutoTokenizer
     if Path(path).is_dir():
         refuse_special_files(Path(path))
+        if _is_whole(Path(path)):
+            kind = PreTrainedTokenizerFast
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise InputError(
@@ -91,6 +96,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if sentence := without_embedding(tokenizer, stop_tokens(Path(path), tokenizer)):
         raise InputError(f"{path}: the end of a response is {sentence}")
     return tokenizer
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the folder's tokenizer.json says all, and its class nothing. AutoTokenizer would take the class of the
+    model's family, and with it another way of splitting text, which may lose white space."""
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        return False  # What is wrong is said where it is read.
+    return found in _OF_FILE and (folder / "tokenizer.json").is_file()
 
 
 def without_embedding(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str | None:

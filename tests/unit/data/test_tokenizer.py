@@ -1,5 +1,6 @@
 """The built tokenizers return every text exactly, also after a trip through the disk."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,13 @@ def test_a_tokenizer_needs_an_end_and_pads_with_it_where_it_has_no_pad(tmp_path:
         load_tokenizer(str(tmp_path / "endless"))
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path / "padless")
     assert load_tokenizer(str(tmp_path / "padless")).pad_token_id == 1
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3_text"])
+def test_a_model_of_any_family_keeps_the_tokenizer_of_its_file(tmp_path: Path, family: str) -> None:
+    """transformers' AutoTokenizer takes the family's class, which loses white space."""
+    build_character_tokenizer(ALPHABET).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    text = "1 + 2\n= 3"
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
