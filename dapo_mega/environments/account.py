@@ -72,7 +72,7 @@ class InTurnsEnvironment(Environment):
         metrics["environment/trajectories_open"] = float(self._num_open)
         metrics |= {f"environment/{event}": float(events[event]) for event in ("retries", "replays", "differing")}
         if events["calls"]:
-            metrics["environment/seconds_per_call"] = counts.call_s / events["calls"]
+            metrics["time/environment_call_s"] = counts.call_s / events["calls"]
         return metrics
 
     @abstractmethod

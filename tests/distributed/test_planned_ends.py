@@ -15,7 +15,6 @@ from dapo_mega.metrics import read_metrics
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
 from dapo_mega.training import loop, run, trainer
-from dapo_mega.training.trainer import Trainer
 from tests.integration.runs import decisive, prepare
 
 from .launching import run_distributed
@@ -28,7 +27,7 @@ ENDS = {
     "scoring": (ResponseScorer, "compare", 22, InputError, 2),
     "engines gone": (Collector, "_fill_buffer", 2, FleetError, 2),
     "engines with other weights": (loop, "mismatch_warning", 2, FleetError, 2),
-    "a sample that does not fit": (Trainer, "_planned", 2, InputError, 2),
+    "a sample that does not fit": (trainer, "plan_samples", 2, InputError, 2),
     "evaluation": (Evaluator, "run", 0, InputError, 3),
     "weights not sent": (loop, "send_weights", 3, FleetError, 3),
     "weights that are not numbers": (trainer, "measure_mismatch", 2, NAN, None),

@@ -280,12 +280,12 @@ OTHER_DATA = {
     "template": "== {problem}", "chat_template": True, "deduplicate": False,
 }  # fmt: skip
 FREE = ("path", "columns.data_source", "columns.extra")
-# Two prompts of evaluations have more than 6 tokens, none to train on has. Key -> as in CHANGES.
+# Two prompts of evaluations have more than 9 tokens, none to train on has. Key -> as in CHANGES.
 LONG_PROMPTS = (
-    "data.max_prompt_tokens=6", "data.long_prompts=drop", "data.evaluation.max_rows=13",
+    "data.max_prompt_tokens=9", "data.long_prompts=drop", "data.evaluation.max_rows=13",
     "data.evaluation.template==={problem}",
 )  # fmt: skip
-CHANGED_LIMITS = {"data.max_prompt_tokens": (7, "evaluation_prompts"), "data.long_prompts": ("refuse", "error")}
+CHANGED_LIMITS = {"data.max_prompt_tokens": (10, "evaluation_prompts"), "data.long_prompts": ("refuse", "error")}
 CHANGED_DATA = [
     *(f"data.{section}.{key}" for section in ("train", "mixture", "evaluation") for key in OTHER_DATA),
     *CHANGED_LIMITS,

@@ -272,7 +272,10 @@ def test_fine_tuning_reads_every_key(folder, reads, monkeypatch):
         "batch_samples": 4,
         "tokens_per_microbatch": 512,
         "model": {"path": str(folder / "model"), "dtype": "fp32"},
-        "data": {"train": {"path": str(folder / "data" / "demonstrations.parquet")}, "max_tokens": 512},
+        "data": {
+            "train": {"path": str(folder / "data" / "demonstrations.parquet"), "template": "bare"},
+            "max_tokens": 512,
+        },
     }
     (folder / "sft.yaml").write_text(yaml.safe_dump(values))
     config = distinct(load_config(SftConfig, folder / "sft.yaml"))

@@ -628,12 +628,13 @@ def test_prefixes_cached_before_an_update_are_computed_anew(tmp_path, two_engine
 @pytest.fixture
 def evaluate(tmp_path, monkeypatch):
     """`evaluate(engines, model, output, *options)` asks six problems; returns the result and the responses."""
-    rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(6)]
+    rows = [{"question": f"{i} + 1 =", "answer": f"#### {i + 1}"} for i in range(6)]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr("dapo_mega.commands.evaluate.leave_at_sigterm", lambda message: None)
 
     def run_command(engines, model, output, *options):
-        arguments = ["--benchmarks", f"gsm8k={tmp_path / 'gsm8k.jsonl'}", "--k", "4", "--max-tokens", "16", *options]
+        arguments = ["--benchmarks", f"gsm8k={tmp_path / 'gsm8k.jsonl'}", "--k", "4", "--max-tokens", "16"]
+        arguments += ["--template", "bare", *options]
         arguments += ["--urls", ",".join(engines.launcher.urls), "--output", str(tmp_path / output)]
         monkeypatch.setattr(sys, "argv", ["dapo-mega evaluate", str(model), *arguments])
         evaluate_command.main()

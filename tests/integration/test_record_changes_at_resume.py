@@ -61,7 +61,7 @@ CHANGES = {**CHANGES_OF_BOTH, **CHANGES_OF_A_RUN, **CHANGES_OF_FINE_TUNING}
 # What a checkpoint of other demonstrations does not allow -> another value, and what is said of it.
 REFUSED_IN_FINE_TUNING = {
     "data.max_tokens": (9, "over the limit of 9"),
-    "data.train.columns.response": ("quality", "made with other demonstrations"),
+    "data.train.columns.response": ("prompt", "made with other demonstrations"),
 }
 
 

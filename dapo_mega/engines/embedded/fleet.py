@@ -58,8 +58,11 @@ class EmbeddedFleet(RolloutFleet):
         self._loop.shut()
 
     def _step(self) -> bool:
-        """Answer all that was asked."""
-        asked, self._asked = [generation for generation in self._asked if not generation.done()], []
+        """Answer all that was asked, in the order of the numbers: environments and scoring end in any order, and what
+        is generated together is rounded together."""
+        asked = [generation for generation in self._asked if not generation.done()]
+        asked.sort(key=lambda generation: generation.request.request_id)
+        self._asked = []
         if not asked:
             return False
         self._load.change(self._clock(), len(asked))

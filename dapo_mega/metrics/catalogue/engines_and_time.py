@@ -24,6 +24,15 @@ ENGINES_AND_TIME: tuple[Metric, ...] = (
         better="lower",
     ),
     Metric(
+        "time/environment_call_s",
+        "seconds",
+        "Mean time of a call of an environment, with the time until its process takes it.",
+        "no general value; engines work meanwhile",
+        "grows with the number of trajectories",
+        "raise `environment.num_workers`",
+        better="lower",
+    ),
+    Metric(
         "time/waiting_share",
         "share",
         "Share of the step in which the trainer collects its groups and does not train.",

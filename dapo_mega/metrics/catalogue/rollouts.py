@@ -125,15 +125,6 @@ ROLLOUTS: tuple[Metric, ...] = (
         better="lower",
     ),
     Metric(
-        "environment/seconds_per_call",
-        "seconds",
-        "Mean time of a call of an environment, with the time until its process takes it.",
-        "no general value; engines work meanwhile",
-        "grows with the number of trajectories",
-        "raise `environment.num_workers`",
-        better="lower",
-    ),
-    Metric(
         "rollout/response_length_std",
         "tokens",
         "Standard deviation of the lengths.",

@@ -70,7 +70,8 @@ def test_all_that_was_asked_is_generated_in_one_batch_when_everybody_waits(fleet
         return await first + await answers(second) + await answers(asked(fleet, 9))
 
     assert fleet.run(twice()) == [4, 5, 2, 3, 9]
-    assert engine.batches == [[4, 5, 2, 3], [9]]
+    # In the order of the numbers, whoever asked first: that may depend on how fast environments are.
+    assert engine.batches == [[2, 3, 4, 5], [9]]
 
 
 def test_an_engine_waits_for_what_runs_beside_the_loop(fleet, engine):
