@@ -16,6 +16,10 @@ from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, Trajec
 logger = logging.getLogger(__name__)
 
 
+class DiffersError(Exception):
+    """An environment that was brought to a state again did something else on the way."""
+
+
 @dataclass
 class Counts:
     """Of a step: trajectories by what became of them (started, finished, failed, cancelled) and other events, and the
@@ -80,6 +84,12 @@ class InTurnsEnvironment(Environment):
         self, prompt: Prompt, request: GenerationRequest, generate: Generate, progress: Progress
     ) -> Trajectory:
         """See `run`."""
+
+    def note_differing(self, error: DiffersError) -> None:
+        """Count a trajectory that begins anew."""
+        self._counts.events["differing"] += 1
+        if self._counts.events["differing"] == 1:
+            logger.warning("environment: %s: a trajectory begins anew: %s", self._own.title, error)
 
     def note_failure(self, error: CallError) -> None:
         """Count a trajectory that failed by its environment. Raises InputError if there are too many."""

@@ -23,7 +23,7 @@ from typing import Final
 
 from dapo_mega.config.environment import ProgramEnvironment
 from dapo_mega.distributed.event_loops import result_of
-from dapo_mega.environments.account import InTurnsEnvironment
+from dapo_mega.environments.account import DiffersError, InTurnsEnvironment
 from dapo_mega.environments.base import Begun, Generate, Progress, TrajectoryFailure
 from dapo_mega.environments.endpoint import Endpoint, Wording
 from dapo_mega.environments.sessions import Ask, Ended, Session
@@ -41,7 +41,8 @@ _CLOSE_LIMIT_S: Final = 10.0
 
 class Programs(InTurnsEnvironment):
     """Runs the command for each trajectory. It fails where it ends with another exit status than 0, takes too long or
-    has not asked the policy; not where a limit of the run ended the trajectory before."""
+    has not asked the policy; not where a limit of the run ended the trajectory before. What failed or was interrupted
+    is started anew and told again what it was told before; a trajectory that asks for something else begins anew."""
 
     def __init__(self, own: ProgramEnvironment, shared: SharedPrograms, usual_trajectories: int = 1) -> None:
         super().__init__(own, usual_trajectories)
@@ -67,9 +68,11 @@ class Programs(InTurnsEnvironment):
         task, seed = json.dumps(task_of(prompt), default=str), seed_of_group(request.seed >> 64, prompt.index)
         async with self._shared.place():
             while True:
-                progress.begun = None  # No program goes on where it stopped.
                 try:
                     return await self._played(task, seed, request, generate, progress)
+                except DiffersError as error:
+                    self.note_differing(error)
+                    progress.begun = None
                 except CallError as error:
                     if retries:
                         retries -= 1
@@ -83,10 +86,12 @@ class Programs(InTurnsEnvironment):
     async def _played(
         self, task: str, seed: int, request: GenerationRequest, generate: Generate, progress: Progress
     ) -> Trajectory:
-        program = _Program(self._own, self._shared, request, task, seed)
+        begun = progress.begun.trajectory if progress.begun else None
+        self._counts.events["replays"] += begun is not None
+        program = _Program(self._own, self._shared, Session(request, self._own, begun), task, seed)
         session, loop = program.session, self._shared.endpoint.loop
 
-        def next_event() -> Future[Ask | Ended]:
+        def next_event() -> Future[Ask | Ended | DiffersError]:
             return asyncio.run_coroutine_threadsafe(session.events.get(), loop)
 
         self._shared.start(program)
@@ -96,7 +101,9 @@ class Programs(InTurnsEnvironment):
                 event = await result_of(next_event)
                 self._counts.events["calls"] += 1
                 self._counts.call_s += time.monotonic() - begin
-                if session.so_far:
+                if isinstance(event, DiffersError):
+                    raise event
+                if session.so_far and not session.num_to_repeat:
                     progress.begun = Begun(session.so_far, ())
                 if isinstance(event, Ended):
                     break
@@ -106,6 +113,8 @@ class Programs(InTurnsEnvironment):
             loop.call_soon_threadsafe(program.end)
         if event.failure and not session.stop:
             raise CallError(event.failure, event.printed)
+        if session.num_to_repeat:
+            raise DiffersError(f"it ended {session.num_to_repeat} turns before the one that it was at")
         trajectory = session.ended(session.stop or "done")
         if trajectory is None:
             raise CallError("it ended without a turn of the policy", event.printed)
@@ -194,10 +203,9 @@ class SharedPrograms:
 class _Program:
     """One process of the command, with its session; but for its making, all in the endpoint's thread."""
 
-    def __init__(
-        self, own: ProgramEnvironment, shared: SharedPrograms, request: GenerationRequest, task: str, seed: int
-    ) -> None:
-        self.session = Session(request, own, self._wait)
+    def __init__(self, own: ProgramEnvironment, shared: SharedPrograms, session: Session, task: str, seed: int) -> None:
+        self.session = session
+        session.on_wait = self._wait
         self._own = own
         self._shared = shared
         self._endpoint = shared.endpoint

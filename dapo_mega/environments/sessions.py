@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dapo_mega.config.environment import InTurns
+from dapo_mega.environments.account import DiffersError
 from dapo_mega.environments.dialogues import Dialogue
 from dapo_mega.environments.turns import Rows
 from dapo_mega.errors import InputError
@@ -87,19 +88,21 @@ class Ended:
 
 class Session:
     """One life of a program. But for what it is made of, all in the endpoint's thread. `events` are those that the
-    trajectory's coroutine waits for, `so_far` is what there is of the trajectory, `stop` the limit that ended it."""
+    trajectory's coroutine waits for, `so_far` is what there is of the trajectory, `stop` the limit that ended it.
+    `on_wait` is called when the program begins to wait for the policy, with True, and when it goes on. The turns of
+    `begun`, an earlier life, are said again to the same prompts; it must ask for all of them before another one."""
 
-    def __init__(self, request: GenerationRequest, limits: InTurns, on_wait: Callable[[bool], None]) -> None:
-        """`on_wait` is called when the program begins to wait for the policy, with True, and when it goes on."""
+    def __init__(self, request: GenerationRequest, limits: InTurns, begun: Trajectory | None = None) -> None:
         self.id, self.key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
-        self.events: asyncio.Queue[Ask | Ended] = asyncio.Queue()
+        self.events: asyncio.Queue[Ask | Ended | DiffersError] = asyncio.Queue()
         self.so_far: Trajectory | None = None
         self.earned: Mapping[str, float] = {}
         self.stop = ""
         self.answers: dict[str, Any] = {}
         self._request = request
         self._limits = limits
-        self._on_wait = on_wait
+        self.on_wait: Callable[[bool], None] = lambda is_waiting: None
+        self._to_repeat = _by_prompt(begun, request) if begun else {}
         self._first: Rows | None = None
         self._others: list[Rows] = []
         self._turns: list[Recorded] = []
@@ -110,12 +113,17 @@ class Session:
     def num_turns(self) -> int:
         return len(self._turns)
 
+    @property
+    def num_to_repeat(self) -> int:
+        """Turns of an earlier life that it did not ask for yet."""
+        return sum(map(len, self._to_repeat.values()))
+
     async def turn(self, find: Callable[[], Place], max_tokens: int | None, note: Callable[[Recorded], T]) -> T:
         """What `note` makes of one turn of the policy behind what `find` finds. One at a time; others wait. Raises
         RefusedError where a limit ends the trajectory."""
         self._num_waiting += 1
         if self._num_waiting == 1:
-            self._on_wait(True)
+            self.on_wait(True)
         try:
             async with self._lock:
                 if not self.stop and len(self._turns) == self._limits.max_turns:
@@ -137,12 +145,17 @@ class Session:
         finally:
             self._num_waiting -= 1
             if not self._num_waiting:
-                self._on_wait(False)
+                self.on_wait(False)
 
     async def _sampled(self, rows: Rows, max_tokens: int | None) -> Response:
         """The policy's turn. Its random numbers depend on its prompt, and how often that was asked, not on the order of
         requests."""
         prompt = rows.token_ids.tobytes()
+        if self.num_to_repeat:
+            if responses := self._to_repeat.get(prompt):
+                return responses.pop(0)
+            self.events.put_nowait(DiffersError("it asks the policy for something else than before at the same point"))
+            raise RefusedError("the trajectory begins anew", status=503)
         again = sum(turn.rows.token_ids[: turn.start].tobytes() == prompt for turn in self._turns)
         number = int.from_bytes(hashlib.sha256(prompt + str(again).encode()).digest()[:8], "big")
         limits = [each for each in (max_tokens, self._limits.max_turn_tokens) if each]
@@ -255,6 +268,40 @@ class Session:
             tuple((engine, end + at) for piece, _, at in parts for engine, end in piece.engine_spans),
             (*(() if has_row else (0,)), *starts[1:], total),
         )
+
+
+def _by_prompt(begun: Trajectory, request: GenerationRequest) -> dict[bytes, list[Response]]:
+    """The turns of a trajectory, in their order, by the tokens of their prompt."""
+    found: dict[bytes, list[Response]] = {}
+    for first, end, has_row in begun.pieces:
+        at = first
+        for turn in (turn for turn in begun.turns if first < turn.stop <= end):
+            rows = slice(at + int(np.argmax(begun.sampled[at : turn.stop])), turn.stop)
+            at = turn.stop
+            before = begun.token_ids[first : rows.start]
+            prompt = np.concatenate([request.prompt_token_ids, before]) if has_row else before
+            versions = _within(begun.version_spans, rows)
+            response = Response(
+                begun.id,
+                begun.token_ids[rows],
+                begun.logprobs[rows],
+                turn.finish_reason,
+                min(version for version, _ in versions),
+                versions,
+                _within(begun.engine_spans, rows),
+            )
+            found.setdefault(prompt.tobytes(), []).append(response)
+    return found
+
+
+def _within(spans: Sequence[tuple[T, int]], rows: slice) -> tuple[tuple[T, int], ...]:
+    """Those of spans (what, end) that are in some rows, from the first of them."""
+    ends = [end for _, end in spans]
+    return tuple(
+        (what, min(end, rows.stop) - rows.start)
+        for (what, end), start in zip(spans, [0, *ends], strict=False)
+        if end > rows.start and start < rows.stop
+    )
 
 
 def compared(message: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ be brought there again begins anew.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ import numpy as np
 
 from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.config.environment import OwnEnvironment
-from dapo_mega.environments.account import Counts, InTurnsEnvironment
+from dapo_mega.environments.account import Counts, DiffersError, InTurnsEnvironment
 from dapo_mega.environments.base import Begun, Generate, Progress, TrajectoryFailure
 from dapo_mega.environments.dialogues import Dialogue
 from dapo_mega.environments.observations import Observation
@@ -29,16 +28,10 @@ from dapo_mega.rewards.processes import CallError
 from dapo_mega.rewards.records import RewardRecord
 from dapo_mega.types import GenerationRequest, LogProbs, Prompt, Response, TokenIds, Trajectory, Turn
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 _LONGEST_TOKEN: Final = 1024
 """Characters: no vocabulary has longer ones."""
-
-
-class _DiffersError(Exception):
-    """An environment that was brought to a state again returned something else on the way."""
 
 
 class Turns(InTurnsEnvironment):
@@ -79,10 +72,8 @@ class Turns(InTurnsEnvironment):
             )
             try:
                 return await self._played(life, prompt, request, generate, progress)
-            except _DiffersError as error:
-                self._counts.events["differing"] += 1
-                if self._counts.events["differing"] == 1:
-                    logger.warning("environment: %s: a trajectory begins anew: %s", self._own.title, error)
+            except DiffersError as error:
+                self.note_differing(error)
                 progress.begun, retries = None, life.retries
             except CallError as error:
                 begun = progress.begun
@@ -175,7 +166,7 @@ class _Life:
         self.snapshot = begun.snapshot
 
     async def observe(self, *call: Any) -> Observation:
-        """What a method returns, its name first. Raises CallError where it failed once too often, and _DiffersError."""
+        """What a method returns, its name first. Raises CallError where it failed once too often, and DiffersError."""
         while True:
             begin = time.monotonic()
             try:
@@ -207,7 +198,7 @@ class _Life:
             call = ("step", self.action_of(turn - 1)) if turn else ("reset", self.task, self.seed)
             returned, _, _ = await live.observe(*call)
             if returned != seen:
-                raise _DiffersError(
+                raise DiffersError(
                     f"its method {call[0]} returned {returned!r:.100}, and before {seen!r:.100}, for the same task, "
                     f"seed and turns; draw from a generator made of the seed, or give it snapshot and restore"
                 )

@@ -39,7 +39,7 @@ class Live:
     def __init__(self, endpoint, *texts, prompt=PROMPT, max_new_tokens=4000, **keys):
         self.endpoint, self.prompt = endpoint, prompt
         own = programs(**keys)._own
-        self.session = Session(request_of(prompt, max_new_tokens), own, lambda is_waiting: None)
+        self.session = Session(request_of(prompt, max_new_tokens), own)
         endpoint.loop.call_soon_threadsafe(endpoint.add, self.session)
         self.url = f"{endpoint.url}/sessions/{self.session.id}"
         self.gate = threading.Event()

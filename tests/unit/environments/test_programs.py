@@ -9,16 +9,18 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 
 from dapo_mega.config import RunConfig
 from dapo_mega.config.files import configured
 from dapo_mega.engines.lockstep import LockstepLoop
-from dapo_mega.environments.base import Progress, TrajectoryFailure
+from dapo_mega.environments.base import Begun, Progress, TrajectoryFailure
 from dapo_mega.environments.programs import check_command
 from dapo_mega.errors import InputError
-from dapo_mega.types import GenerationFailure
+from dapo_mega.trajectory_records import pack_trajectories, unpack_trajectories
+from dapo_mega.types import GenerationFailure, Trajectory
 
 from .programs import assert_exact, programs, prompt_of, request_of, scripted
 
@@ -159,16 +161,74 @@ def test_a_failure_is_no_number(agent, caplog, code, keys, reason):
     assert metrics["environment/trajectories_failed"] == 1
 
 
-def test_one_that_fails_begins_anew_and_says_the_same_again(agent, tmp_path):
+def test_one_that_fails_is_started_anew_and_asks_nothing_twice(agent, tmp_path):
     environment = agent("play(2)\nif len(open('log').readlines()) < 2: sys.exit(1)\nplay(3)", retries=1)
-    found, asked = None, None
+    _, asked = run(environment)  # Which finds every request in the trajectory, once.
+    assert len(asked) == 5
+    metrics = environment.pop_metrics()
+    assert metrics["environment/retries"] == metrics["environment/replays"] == len(entries(tmp_path)) - 1 == 1
+
+
+PIECES = """
+play(2)
+play(2)  # The same once more: a piece of its own.
+messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "shorter"}]
+ask(*messages, {"role": "user", "content": "a rewritten history"})
+post(os.environ["DAPO_MEGA_REWARD_URL"], {"reward": 0.5})
+"""
+
+
+async def interrupted(environment, progress, num_turns):
+    """Begin a trajectory, and give it up when it asks for a turn behind so many; what it asked before."""
     generate, asked = scripted()
-    found = asyncio.run(environment.run(PROMPT, request_of(PROMPT), generate, Progress()))
-    assert len(asked) == 2 + 5
-    assert [request.seed for request in asked[:2]] == [request.seed for request in asked[2:4]]
-    assert_exact(found, PROMPT, asked[2:])
-    assert environment.pop_metrics()["environment/retries"] == 1
-    assert len(entries(tmp_path)) == 2
+    reached = asyncio.Event()
+
+    async def until_then(request):
+        if len(asked) == num_turns:
+            reached.set()
+            await asyncio.sleep(60)
+        return await generate(request)
+
+    task = asyncio.create_task(environment.run(PROMPT, request_of(PROMPT), until_then, progress))
+    await asyncio.wait_for(reached.wait(), 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    return asked
+
+
+def test_a_trajectory_goes_on_behind_every_turn(agent):
+    undisturbed, asked = run(agent(PIECES))
+    (whole,), arrays = pack_trajectories([undisturbed], "begun")
+    assert len(asked) == 5
+    assert len(undisturbed.pieces) == 3
+    for num_turns in range(1, 5):
+        environment, progress = agent(PIECES), Progress()
+        served = asyncio.run(interrupted(environment, progress, num_turns))
+        (record,), saved = pack_trajectories([progress.begun.trajectory], "begun")
+        (begun,) = unpack_trajectories([json.loads(json.dumps(record))], saved, "begun", Trajectory)
+        generate, more = scripted()
+        found = asyncio.run(environment.run(PROMPT, request_of(PROMPT), generate, Progress(Begun(begun, ()))))
+        assert [request.seed for request in (*served, *more)] == [request.seed for request in asked]
+        (again,), arrays_again = pack_trajectories([found], "begun")
+        assert again == whole
+        assert all(np.array_equal(arrays_again[name], arrays[name]) for name in arrays)
+        assert environment.pop_metrics()["environment/replays"] == 1
+
+
+@pytest.mark.parametrize("code", ["ask({'role': 'user', 'content': str(time.time())})", "if lives > 1: sys.exit(0)"])
+def test_one_that_asks_for_something_else_begins_anew(agent, tmp_path, caplog, code):
+    environment = agent(f"lives = len(open('log').readlines())\n{code}\nplay(2)\nif lives < 2: sys.exit(1)", retries=1)
+    if "exit" in code:
+        with pytest.raises(TrajectoryFailure, match="without a turn"):
+            run(environment)
+    else:
+        generate, asked = scripted()
+        found = asyncio.run(environment.run(PROMPT, request_of(PROMPT), generate, Progress()))
+        assert_exact(found, PROMPT, asked[3:])
+        assert len(asked) == 6
+    assert environment.pop_metrics()["environment/differing"] == 1
+    assert "a trajectory begins anew" in caplog.text
 
 
 def test_too_many_failures_end_the_run(agent):
