@@ -67,7 +67,9 @@ def scripted(*texts):
         tokens = whole[: request.sampling.max_new_tokens]
         reason = "stop" if len(tokens) == len(whole) else "length"
         logprobs = np.arange(1, len(tokens) + 1, dtype=np.float32) * -0.1
-        return Response(request.request_id, tokens, logprobs, reason, 4, engine_spans=(("http://a", len(tokens)),))
+        version = 4 + len(request.prompt_token_ids) % 3
+        engine = (f"http://{version}", len(tokens))
+        return Response(request.request_id, tokens, logprobs, reason, version, engine_spans=(engine,))
 
     return generate, asked
 

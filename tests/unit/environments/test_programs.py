@@ -95,11 +95,11 @@ def entries(folder):
 PROMPT = prompt_of("nothing of it")
 
 
-def run(environment, *texts, request=None, progress=None):
+def run(environment, *texts, prompt=PROMPT, request=None, progress=None):
     generate, asked = scripted(*texts)
-    request = request or request_of(PROMPT)
-    found = asyncio.run(environment.run(PROMPT, request, generate, progress or Progress()))
-    assert_exact(found, PROMPT, asked)
+    request = request or request_of(prompt)
+    found = asyncio.run(environment.run(prompt, request, generate, progress or Progress()))
+    assert_exact(found, prompt, asked)
     return found, asked
 
 
@@ -178,7 +178,7 @@ post(os.environ["DAPO_MEGA_REWARD_URL"], {"reward": 0.5})
 """
 
 
-async def interrupted(environment, progress, num_turns):
+async def interrupted(environment, prompt, progress, num_turns):
     """Begin a trajectory, and give it up when it asks for a turn behind so many; what it asked before."""
     generate, asked = scripted()
     reached = asyncio.Event()
@@ -189,7 +189,7 @@ async def interrupted(environment, progress, num_turns):
             await asyncio.sleep(60)
         return await generate(request)
 
-    task = asyncio.create_task(environment.run(PROMPT, request_of(PROMPT), until_then, progress))
+    task = asyncio.create_task(environment.run(prompt, request_of(prompt), until_then, progress))
     await asyncio.wait_for(reached.wait(), 30)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -197,18 +197,22 @@ async def interrupted(environment, progress, num_turns):
     return asked
 
 
-def test_a_trajectory_goes_on_behind_every_turn(agent):
-    undisturbed, asked = run(agent(PIECES))
+@pytest.mark.parametrize("text", ["nothing of it", "<s>user: 0</s>\n"])
+def test_a_trajectory_goes_on_behind_every_turn(agent, text):
+    prompt = prompt_of(text)
+    undisturbed, asked = run(agent(PIECES), prompt=prompt)
     (whole,), arrays = pack_trajectories([undisturbed], "begun")
     assert len(asked) == 5
     assert len(undisturbed.pieces) == 3
+    assert undisturbed.pieces[0][2] == (text != "nothing of it")
+    assert len(undisturbed.version_spans) > 2
     for num_turns in range(1, 5):
         environment, progress = agent(PIECES), Progress()
-        served = asyncio.run(interrupted(environment, progress, num_turns))
+        served = asyncio.run(interrupted(environment, prompt, progress, num_turns))
         (record,), saved = pack_trajectories([progress.begun.trajectory], "begun")
         (begun,) = unpack_trajectories([json.loads(json.dumps(record))], saved, "begun", Trajectory)
         generate, more = scripted()
-        found = asyncio.run(environment.run(PROMPT, request_of(PROMPT), generate, Progress(Begun(begun, ()))))
+        found = asyncio.run(environment.run(prompt, request_of(prompt), generate, Progress(Begun(begun, ()))))
         assert [request.seed for request in (*served, *more)] == [request.seed for request in asked]
         (again,), arrays_again = pack_trajectories([found], "begun")
         assert again == whole
