@@ -159,7 +159,7 @@ class ProgramEnvironment(InTurns):
         default=2,
         ge=0,
         json_schema_extra=FREE,
-        description="How often a program that failed is started anew, to go on where it was. Then its group is dropped.",
+        description="How often one that failed is started anew, to go on where it was; then its group is dropped.",
     )
     host: str = Field(
         default="127.0.0.1",

@@ -9,7 +9,6 @@ import logging
 import os
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -28,12 +27,13 @@ from dapo_mega.environments.base import Begun, Generate, Progress, TrajectoryFai
 from dapo_mega.environments.endpoint import Endpoint, Wording
 from dapo_mega.environments.sessions import Ask, Ended, Session
 from dapo_mega.environments.turns import seed_of_group, task_of
-from dapo_mega.rewards.processes import CallError, OutputLog, end_tree
+from dapo_mega.rewards import keeper
+from dapo_mega.rewards.processes import CallError, OutputLog, end_tree, ending
 from dapo_mega.types import GenerationRequest, Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 
-_KEEPER: Final = Path(__file__).with_name("program.py")
+_KEEPER: Final = Path(keeper.__file__)
 _MAX_VARIABLE: Final = 100_000
 _TAIL_BYTES: Final = 4000
 _CLOSE_LIMIT_S: Final = 10.0
@@ -268,8 +268,7 @@ class _Program:
         transport.close()
         if self._ending:
             await self._ending
-        by = f" ({signal.Signals(status - 128).name}: memory perhaps)" if 128 < status < 128 + signal.NSIG else ""
-        return self._reason or (f"it ended with exit status {status}{by}" if status else "")
+        return self._reason or (f"it ended with {ending(status)}" if status else "")
 
     def _variables(self, folder: Path) -> Mapping[str, str]:
         task, url = self._task, f"{self._endpoint.url}/sessions/{self.session.id}"

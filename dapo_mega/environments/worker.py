@@ -39,7 +39,7 @@ _Call = tuple[int, str, tuple[Any, ...]]
 def main(requests_fd: int, answers_fd: int, lifeline_fd: int, source: Mapping[str, Any], memory_limit_mib: int) -> None:
     """Serve until the trainer closes the pipe of requests."""
     serve = partial(_serve, requests_fd, answers_fd, source, memory_limit_mib)
-    keep(serve, requests_fd, answers_fd, lifeline_fd)
+    keep(serve, lifeline_fd, requests_fd, answers_fd)
 
 
 def _serve(requests: int, answers: int, source: Mapping[str, Any], memory_limit_mib: int) -> None:

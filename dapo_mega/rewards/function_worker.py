@@ -43,7 +43,7 @@ def main(
 ) -> None:
     """Serve until the trainer closes the pipe of requests."""
     keep(
-        lambda: _serve(requests_fd, answers_fd, path, memory_limit_mib, settings), requests_fd, answers_fd, lifeline_fd
+        lambda: _serve(requests_fd, answers_fd, path, memory_limit_mib, settings), lifeline_fd, requests_fd, answers_fd
     )
 
 

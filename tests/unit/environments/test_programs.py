@@ -271,7 +271,10 @@ def test_nothing_that_it_started_outlives_it(agent, tmp_path, end):
 def test_one_that_is_given_up_ends_with_all_it_started(agent, tmp_path, at):
     environment = agent(CHILDREN + "play(); time.sleep(300)")
 
+    counted = asyncio.Event()
+
     async def failing(request):
+        await counted.wait()
         raise GenerationFailure(request.request_id, "no engine")
 
     async def given_up():
@@ -280,6 +283,7 @@ def test_one_that_is_given_up_ends_with_all_it_started(agent, tmp_path, at):
         while len(entries(tmp_path)) < 2:
             await asyncio.sleep(0.02)
         assert len(left(tmp_path)) >= 5
+        counted.set()
         if at == "closed":
             await asyncio.to_thread(environment.close)
         elif at == "cancelled":
