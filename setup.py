@@ -61,6 +61,8 @@ setup(
         "gpu": ["transformer-engine[pytorch]>=2.8,<2.12"],
         # httpx is imported by renderers 0.1.12, which does not ask for it.
         "renderers": ["renderers>=0.1.12,<0.2", "httpx>=0.27,<1"],
+        # Which scorers run an answer as code is known of this version: see rewards/reasoning_gym.py.
+        "reasoning-gym": ["reasoning-gym>=0.1.25,<0.1.26"],
         "language": ["py3langid>=0.4,<1"],
         "wandb": TRACKERS["wandb"],
         "mlflow": TRACKERS["mlflow"],

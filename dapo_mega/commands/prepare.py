@@ -3,6 +3,7 @@
 dapo-mega prepare arithmetic --output data/arithmetic --num-train 2000 --num-eval 200
 dapo-mega prepare init-model --output models/tiny --tokenizer character --hidden-size 128
 dapo-mega prepare general-points --output data/points --num-train 1000 --num-eval 234
+dapo-mega prepare reasoning-gym chain_sum spell_backward --output data/reasoning
 dapo-mega prepare inspect data/arithmetic/train.parquet
 dapo-mega prepare dataset data/mine.jsonl --output data/prepared
 
@@ -22,6 +23,7 @@ from dapo_mega.cli import quiet_libraries
 from dapo_mega.commands._prepare_dataset import add_dataset, with_late_inputs
 from dapo_mega.commands._prepare_difficulty import add_difficulty
 from dapo_mega.commands._prepare_points import add_points
+from dapo_mega.commands._prepare_reasoning_gym import add_reasoning_gym
 from dapo_mega.commands._prepare_transform import add_transform
 from dapo_mega.config import DatasetConfig
 from dapo_mega.config.base import flat
@@ -174,6 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     points = commands.add_parser("general-points", help="deals of GeneralPoints, in and out of distribution")
     _add_output(points)
     add_points(points)
+    gym = commands.add_parser("reasoning-gym", help="problems of reasoning-gym's generators, train and held out")
+    _add_output(gym)
+    add_reasoning_gym(gym)
     add_dataset(
         commands.add_parser("dataset", help="training data without duplicates, contamination and unusable rows")
     )
