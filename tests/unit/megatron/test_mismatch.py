@@ -93,8 +93,9 @@ def test_a_turns_mean_is_of_its_tokens_in_all_trajectories(control):
     """Against one over the trajectories' own rows, in float64."""
     rng, expected, samples, logprobs = np.random.default_rng(0), defaultdict(list), [], []
     for number in range(6):
-        sampled = np.concatenate([np.repeat([False, True], rng.integers(1, 5, 2)) for _ in range(number + 2)])
-        ends = np.flatnonzero(np.diff(sampled.astype(int), append=0) == -1) + 1
+        lengths = rng.integers([0, 1], 4, (number + 2, 2))  # Observed and sampled; some turns observe nothing.
+        lengths[1, 0] += 1
+        sampled, ends = np.repeat([[False, True]] * len(lengths), lengths.ravel()), lengths.sum(1).cumsum()
         engine, trainer = rng.normal(-1, 1, (2, len(sampled))).astype(np.float32)
         turns = tuple(Turn(int(end), "stop") for end in ends)
         segments = (int(ends[0]), len(sampled)) if number % 2 else (len(sampled),)
