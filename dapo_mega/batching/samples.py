@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from torch import Tensor
 from dapo_mega.batching.step_advantages import is_in_loss, raw_advantages, step_advantages
 from dapo_mega.config import RunConfig
 from dapo_mega.types import Group, LogProbs, Prompt, TokenIds, Trajectory
+
+LAST_TURN: Final = 4
+"""What is measured by turn tells the first four apart; the fifth stands for all that follow."""
 
 
 def column(dtype: torch.dtype, *, outside: float = 0) -> dict[str, Any]:
@@ -36,6 +39,7 @@ class Sample:
     - `fresh_mask`: response tokens sampled with the weights that the step starts from.
     - `engine_ids` int16: number of the engine that sampled the token (see `FlatSamples.engines`), -1 if unknown.
     - `sample_ids` int32: number of the sample within the step, -1 at the prompt.
+    - `turns` int8: number of the turn that the token was sampled in, from 0, `LAST_TURN` for later ones too.
     - `advantages` float32.
     - `rollout_logprobs` float32: the engine's log-probs of the sampled tokens, in nats.
 
@@ -47,6 +51,7 @@ class Sample:
         fresh_mask       [ 0,   0,   0,   0,   1]
         engine_ids       [-1,  -1,  -1,   4,   4]
         sample_ids       [-1,  -1,  -1,   0,   0]
+        turns            [ 0,   0,   0,   0,   0]
         advantages       [0.0, 0.0, 0.0, 0.7, 0.7]
         rollout_logprobs [0.0, 0.0, 0.0, -1.2, -0.1]
     """
@@ -57,6 +62,7 @@ class Sample:
     fresh_mask: Tensor = field(metadata=column(torch.bool))
     engine_ids: Tensor = field(metadata=column(torch.int16, outside=-1))
     sample_ids: Tensor = field(metadata=column(torch.int32, outside=-1))
+    turns: Tensor = field(metadata=column(torch.int8))
     advantages: Tensor = field(metadata=column(torch.float32))
     rollout_logprobs: Tensor = field(metadata=column(torch.float32))
 
@@ -92,6 +98,7 @@ def single_turn(
         fresh_mask=np.arange(len(response_ids)) >= num_off_policy,
         engine_ids=engine_ids,
         sample_ids=sample_id,
+        turns=0,
         advantages=advantage,
         rollout_logprobs=0.0 if rollout_logprobs is None else np.asarray(rollout_logprobs),
     )
@@ -238,6 +245,7 @@ def _join(
         fresh, engine_ids = member.versions >= version, np.full(member.num_rows, -1)
         for (url, end), start in zip(member.engine_spans, (0, *(end for _, end in member.engine_spans)), strict=False):
             engine_ids[start:end] = engines.index(url) if url else -1
+        turns = np.searchsorted([turn.stop for turn in member.turns], np.arange(member.num_rows), side="right")
         for start, stop, has_prompt in member.pieces:
             piece = slice(start, stop)
             before = prompt.token_ids if has_prompt else prompt.token_ids[:0]
@@ -250,6 +258,7 @@ def _join(
                     fresh_mask=fresh[piece],
                     engine_ids=engine_ids[piece],
                     sample_ids=len(samples),
+                    turns=turns[piece].clip(max=LAST_TURN),
                     advantages=advantage,
                     rollout_logprobs=member.logprobs[piece],
                 )

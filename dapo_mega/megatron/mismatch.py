@@ -23,6 +23,8 @@ from dapo_mega.megatron.segments import sums_by_trajectory
 ScoredBatch = tuple[MicroBatch, Tensor]
 """A micro-batch with the trainer's log-probs [N] of its response tokens under the weights the step starts from."""
 
+_TURNS = ("1", "2", "3", "4", "5_and_later")
+"""By `Sample.turns`."""
 _SUMS = (
     "tokens",
     "abs_diff",
@@ -33,6 +35,8 @@ _SUMS = (
     "fresh_tokens",
     "fresh_abs_diff",
     "fresh_kl",
+    *(f"tokens_{turn}" for turn in _TURNS),
+    *(f"abs_diff_{turn}" for turn in _TURNS),
     "responses",
     "masked",
 )
@@ -57,8 +61,9 @@ def measure_mismatch(
 ) -> dict[str, float]:
     """Metrics over all ranks of `control`, the same on each; `scored` is this rank's part of the step.
 
-    `mismatch/...` cover all response tokens. `rollout/logprob_abs_diff_mean|max` and `rollout/kl_to_policy` cover fresh
-    tokens, and are left out if there are none.
+    `mismatch/...` cover all response tokens; those by turn are left out if there is no second one.
+    `rollout/logprob_abs_diff_mean|max` and `rollout/kl_to_policy` cover fresh tokens, and are left out if there are
+    none.
     """
     totals = torch.zeros(len(_SUMS), dtype=torch.float64)
     maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64)
@@ -75,6 +80,7 @@ def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: Algorit
     """The token-level entries of `_SUMS`, and `_MAXIMA`."""
     own, rollout = logprobs.double().cpu(), micro_batch.rollout_logprobs.double().cpu()
     fresh = micro_batch.of_responses(micro_batch.targets.fresh_mask).cpu()
+    turns = micro_batch.of_responses(micro_batch.targets.turns).long().cpu()
     differences = (own - rollout).abs()
     weights = importance_weights(own, rollout, math.inf)
     cap = math.inf if settings.weight_cap is None else settings.weight_cap
@@ -92,9 +98,10 @@ def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: Algorit
             kl[fresh].sum(),
         ]
     )
+    of_turns = torch.bincount(turns, minlength=len(_TURNS)), torch.bincount(turns, differences, len(_TURNS))
     measured = (differences, weights, differences[fresh])
     largest = [values.max() if len(values) else torch.zeros(()) for values in measured]
-    return sums, torch.stack(largest).double()
+    return torch.cat([sums, *of_turns]), torch.stack(largest).double()
 
 
 def _count_responses(
@@ -163,6 +170,10 @@ def _metrics(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[s
         "mismatch/masked_response_share": total["masked"] / total["responses"],
         "mismatch/fresh_token_share": fresh / tokens,
     }
+    if any(total[f"tokens_{turn}"] for turn in _TURNS[1:]):
+        for turn in _TURNS:
+            if count := total[f"tokens_{turn}"]:
+                metrics[f"mismatch/logprob_abs_diff_mean_turn_{turn}"] = total[f"abs_diff_{turn}"] / count
     if fresh:
         metrics["rollout/logprob_abs_diff_mean"] = total["fresh_abs_diff"] / fresh
         metrics["rollout/logprob_abs_diff_max"] = largest["fresh_abs_diff"]

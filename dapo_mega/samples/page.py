@@ -27,9 +27,11 @@ import pyarrow.parquet as pq
 from dapo_mega import trajectory_records
 from dapo_mega.atomic_files import replace_file
 from dapo_mega.errors import InputError
+from dapo_mega.samples.blocks import blocks_of
 from dapo_mega.samples.files import StoredFile
 from dapo_mega.samples.table import account_of
 from dapo_mega.trajectory_records import columns_of
+from dapo_mega.types import STOP_REASONS
 
 PageValues = dict[str, Any]
 
@@ -132,7 +134,12 @@ def write_page(
         names = [*list(unreadable)[:_NAMED], *(["..."] if len(unreadable) > _NAMED else [])]
         notes = [*notes, f"{len(unreadable)} that cannot be read left out: {', '.join(names)}"]
     data: dict[str, bytes] = {
-        "meta": _json({"name": name, "notes": list(notes), "steps": steps, "clip": vars(clip) if clip else None}),
+        "meta": _json(
+            {
+                **{"name": name, "notes": list(notes), "steps": steps, "clip": vars(clip) if clip else None},
+                "stops": dict(STOP_REASONS),
+            }
+        ),
         "rows": _json(_joined(rows)),
         "texts": _json(texts),
         "prompts": _json([dict(zip(("index", "text", "truth"), key, strict=False)) for key in tables.prompts]),
@@ -204,6 +211,7 @@ def _columns(table: pa.Table, values: _TokenValues, step: int, tables: _Tables) 
         "parts": parts,
         "versions": spans,
         "engines": engines,
+        "blocks": blocks_of(table),
         "rows": values.lengths.tolist(),
         "gap": _largest_differences(values),
     }
@@ -240,6 +248,8 @@ def _joined(parts: Sequence[PageValues]) -> PageValues:
 def _token_values(table: pa.Table) -> _TokenValues:
     lengths = _num_rows(table)
     engine, trainer, updated = (_flat(table[f"{name}_logprobs"], lengths) for name in ("engine", "trainer", "update"))
+    if "sampled" in table.column_names:
+        engine[_flat(table["sampled"], lengths) == 0] = np.nan
     return _TokenValues(lengths, engine, trainer - engine, updated - trainer)
 
 

@@ -238,6 +238,7 @@ def trajectories(arrangement):
         for k in range(num_samples):
             mask = sampled & (of_sample == k)
             sample = replace(plain, response_mask=mask, loss_mask=mask & (number != 4), fresh_mask=mask)
+            sample = replace(sample, turns=(turn_of // 2 * mask).to(torch.int8))
             if arrangement == "noise":
                 noise = torch.randn(2, len(ids), generator=generator)
                 sample = replace(
@@ -246,6 +247,7 @@ def trajectories(arrangement):
                     rollout_logprobs=torch.where(mask, plain.rollout_logprobs, noise[1]),
                     fresh_mask=mask | (noise[0] > 0),
                     engine_ids=torch.where(mask, 0, 7).short(),
+                    turns=torch.where(mask, sample.turns, 3),
                 )
             found.append(sample)
             numbers.append(number)
@@ -289,6 +291,7 @@ def test_what_was_not_sampled_moves_no_metric(results):
 def test_a_divided_trajectory_is_measured_as_a_whole(results):
     whole = results["turns_gspo_whole"]["metrics"]
     assert 0 < whole["mismatch/masked_response_share"] < 1
+    assert len([name for name in whole if "_turn_" in name]) == 5
     for of in TURN_CASES.values():
         for name in of:
             found = results[f"turns_gspo_{name}"]["metrics"]

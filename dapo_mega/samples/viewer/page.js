@@ -305,8 +305,11 @@
       const promptText = make("div", "prompt");
       promptText.append(...marked(prompt.text));
       const response = make("div", "response");
-      inner.append(facts(i), make("h2", "", "Prompt"), promptText, make("h2", "", "Response"), response);
-      fillTokens(response, i, tokens);
+      const name = rows.blocks[i] ? "Turns" : "Response";
+      inner.append(facts(i), make("h2", "", "Prompt"), promptText, make("h2", "", name), response);
+      response.dataset.row = i;
+      if (rows.blocks[i]) fillTurns(response, i, tokens);
+      else fillTokens(response, i, tokens, 0, { end: lengths[i], finish_reason: rows.finish_reason[i] }, texts[i]);
       this.reader.replaceChildren(top, inner);
       this.reader.scrollTop = 0;
       drawStrip(strip, i, tokens);
@@ -333,6 +336,7 @@
     if (rows.accuracy_reward[i] !== rows.reward[i]) add("before shaping", number(rows.accuracy_reward[i], 4));
     add("answer", rows.answer[i]);
     add("ground truth", prompts[rows.prompt[i]].truth);
+    if (rows.blocks[i]) add("turns", rows.blocks[i].filter((block) => block.kind === "turn").length);
     add("length", `${rows.length[i]}${rows.finish_reason[i] === "length" ? ", truncated" : ""}`);
     add("in", stepName(steps[stepOf[i]]));
     add("group", rows.outcome[i] && NAMES[rows.outcome[i]]);
@@ -374,10 +378,10 @@
 
   function styleOf(i, t, tokens) {
     if (mode === "text") return "";
-    if (mode === "weights") return `v${versionOf(i, t)[0] % 6}`;
     const { engine, gap, ratio, clipped } = valuesOf(i, t, tokens);
+    if (engine === null) return "";
+    if (mode === "weights") return `v${versionOf(i, t)[0] % 6}`;
     if (mode === "probability") {
-      if (engine === null) return "";
       const p = Math.exp(engine), level = PROBABILITY.reduce((found, b) => found + (p < b), 0);
       return level ? `h${level}` : "";
     }
@@ -387,16 +391,43 @@
     return (level ? (size > 0 ? `c${level}` : `h${level}`) : "") + (mode === "ratio" && clipped ? " clip" : "");
   }
 
-  function fillTokens(response, i, tokens) {
-    const parts = document.createDocumentFragment(), n = lengths[i], numbers = tokens[0];
-    const found = pattern ? hits(texts[i]) : [];
+  /** What the policy wrote in each turn of response i, what it observed between them, and how it ended. */
+  function fillTurns(response, i, tokens) {
+    let start = 0, turn = 0;
+    const names = { observed: "Observed", rewritten: "History rewritten: a new piece begins" };
+    for (const block of rows.blocks[i]) {
+      const head = make("h3", "", block.kind === "turn" ? `Turn ${++turn}` : `${names[block.kind]} · not sampled`);
+      const text = make("div", `block ${block.kind}`);
+      if (block.kind === "turn") {
+        const parts = Object.entries(block.parts).map(([name, part]) => `${name} ${number(part, 4)}`);
+        head.append(make("span", "faint", [block.finish_reason === "length" ? "cut off" : block.finish_reason, ...parts].join(" · ")));
+      }
+      response.append(head);
+      for (const call of block.calls || []) {
+        const line = make("div", "call", `${call.name ?? "call"} `);
+        line.append(call.problem ? make("span", "no", call.problem) : JSON.stringify(call.arguments));
+        response.append(line);
+      }
+      response.append(text);
+      const numbers = tokens[0].subarray(offsets[i] + start, offsets[i] + block.end);
+      fillTokens(text, i, tokens, start, block, Array.from(numbers, (k) => pieces[k]).join(""));
+      start = block.end;
+    }
+    const stop = rows["more stop"] && rows["more stop"][i];
+    if (stop) response.append(make("p", "faint", `Ended: ${stop}${meta.stops[stop] ? `, ${meta.stops[stop]}` : ""}`));
+  }
+
+  /** Tokens of response i from `start` to the block's end, whose text is `whole`. */
+  function fillTokens(response, i, tokens, start, block, whole) {
+    const parts = document.createDocumentFragment(), numbers = tokens[0];
+    const found = pattern ? hits(whole) : [];
     let place = 0;
-    for (let t = 0; t < n; t++) {
+    for (let t = start; t < block.end; t++) {
       const piece = pieces[numbers[offsets[i] + t]], element = make("u", styleOf(i, t, tokens));
       element.dataset.t = t;
       if (piece === "") element.classList.add("void");
       if (piece.startsWith("\n")) element.classList.add("line");
-      const isSpecial = t === n - 1 && rows.finish_reason[i] === "stop" && !texts[i].startsWith(piece, place);
+      const isSpecial = t === block.end - 1 && block.finish_reason === "stop" && (block.kind || !whole.startsWith(piece, place));
       if (isSpecial) element.classList.add("end");
       if (found.some(([from, to]) => place < to && place + piece.length > from)) element.append(make("mark", "", piece));
       else element.textContent = piece;
@@ -404,7 +435,6 @@
       parts.append(element);
     }
     response.append(parts);
-    response.dataset.row = i;
   }
 
   function recolour() {
@@ -414,7 +444,7 @@
       chunk(stepOf[i]).then((tokens) => {
         const response = pane.reader.querySelector(".response");
         if (!response || Number(response.dataset.row) !== i) return;
-        for (const element of response.children) {
+        for (const element of response.querySelectorAll("u")) {
           const keep = ["void", "line", "end"].filter((name) => element.classList.contains(name));
           element.className = [styleOf(i, Number(element.dataset.t), tokens), ...keep].join(" ");
         }
@@ -472,7 +502,7 @@
   document.addEventListener("mouseover", async (event) => {
     const element = event.target.closest ? event.target.closest(".response u") : null;
     if (!element) { tip.hidden = true; return; }
-    const i = Number(element.parentElement.dataset.row), t = Number(element.dataset.t), tokens = await chunk(stepOf[i]);
+    const i = Number(element.closest(".response").dataset.row), t = Number(element.dataset.t), tokens = await chunk(stepOf[i]);
     const { engine, gap, ratio, clipped } = valuesOf(i, t, tokens), table = make("table");
     const add = (name, text) => {
       const row = make("tr");
@@ -484,7 +514,8 @@
     if (engine !== null) add("engine", `${percent(Math.exp(engine))}  (${engine.toFixed(3)})`);
     if (gap !== null) { add("trainer", `${percent(Math.exp(engine + gap))}  (${(engine + gap).toFixed(3)})`); add("trainer − engine", gap.toFixed(4)); }
     if (ratio !== null) add("ratio in the update", `${ratio.toFixed(4)} ${clipped}`);
-    add("weights", versionOf(i, t)[0]);
+    if (engine === null) add("observed", "not sampled");
+    else add("weights", versionOf(i, t)[0]);
     tip.replaceChildren(make("b", "", JSON.stringify(pieces[tokens[0][offsets[i] + t]])), table);
     tip.hidden = false;
     const box = element.getBoundingClientRect(), own = tip.getBoundingClientRect();

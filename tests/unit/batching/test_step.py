@@ -1,4 +1,4 @@
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -132,6 +132,7 @@ def test_a_trajectory_of_several_turns_is_its_tokens_with_a_mask():
     plain = single_turn(
         prompt.token_ids, ids[:5], logprobs[:5], advantage=0.5, num_off_policy=2, engine_ids=[0, 0, 0, 0, 1]
     )
+    plain = replace(plain, turns=torch.tensor([0, 0, 0, 0, 0, 0, 1], dtype=torch.int8))
     for f in fields(Sample):
         outside = torch.full_like(getattr(plain, f.name), f.metadata["outside"])
         expected = plain.token_ids if f.name == "token_ids" else torch.where(mask, getattr(plain, f.name), outside)
@@ -140,6 +141,7 @@ def test_a_trajectory_of_several_turns_is_its_tokens_with_a_mask():
     assert second.columns.response_mask.tolist() == [False, False, False, True]
     assert second.columns.rollout_logprobs.tolist() == [0, 0, 0, -1]
     assert second.columns.sample_ids.tolist() == [-1, -1, -1, 1]
+    assert second.columns.turns.tolist() == [0, 0, 0, 2]
     # What processes computed of the samples finds its way back to the trajectory's rows.
     runs = TokenRuns(np.array([[0, 2, 2], [1, 3, 1], [0, 6, 1]], np.int32), np.array([[1.0, 2, 4, 3]], np.float32))
     (values,) = by_trajectory([runs], 1, [(0, -2), (0, 5)], [9])

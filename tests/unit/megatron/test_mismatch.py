@@ -1,6 +1,8 @@
 """Every expected number below is derived by hand in the comment beside it."""
 
 import math
+from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from dapo_mega.algorithms.ratios import within_bounds
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.plan import PackingLayout
-from dapo_mega.batching.samples import flatten, single_turn
+from dapo_mega.batching.samples import flatten, samples_to_score, single_turn
 from dapo_mega.config import AlgorithmConfig, RunConfig
 from dapo_mega.errors import FleetError
 from dapo_mega.megatron.mismatch import (
@@ -21,7 +23,7 @@ from dapo_mega.megatron.mismatch import (
     sum_engine_ratios,
 )
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenOutputs
-from dapo_mega.types import Response, Trajectory
+from dapo_mega.types import Prompt, Response, Trajectory, Turn
 
 
 @pytest.fixture
@@ -85,6 +87,30 @@ def test_measures_are_those_of_any_split_and_off_changes_nothing(control):
     metrics = measure_mismatch(whole, settings, control=control)
     assert measure_mismatch(split, settings, control=control) == pytest.approx(metrics, rel=1e-12)
     assert metrics["mismatch/truncated_share"] == metrics["mismatch/masked_response_share"] == 0
+
+
+def test_a_turns_mean_is_of_its_tokens_in_all_trajectories(control):
+    """Against one over the trajectories' own rows, in float64."""
+    rng, expected, samples, logprobs = np.random.default_rng(0), defaultdict(list), [], []
+    for number in range(6):
+        lengths = rng.integers([0, 1], 4, (number + 2, 2))  # Observed and sampled; some turns observe nothing.
+        lengths[1, 0] += 1
+        sampled, ends = np.repeat([[False, True]] * len(lengths), lengths.ravel()), lengths.sum(1).cumsum()
+        engine, trainer = rng.normal(-1, 1, (2, len(sampled))).astype(np.float32)
+        turns = tuple(Turn(int(end), "stop") for end in ends)
+        segments = (int(ends[0]), len(sampled)) if number % 2 else (len(sampled),)
+        ids, spans = np.arange(len(sampled), dtype=np.int32), ((0, len(sampled)),)
+        member = Trajectory(number, ids, engine * sampled, sampled, turns, spans, (), segments)
+        samples.append(samples_to_score([(Prompt(0, "", np.array([7], np.int32), ""), member)], 0))
+        logprobs.append(torch.from_numpy(trainer[sampled]))
+        for turn, (start, end) in enumerate(pairwise([0, *ends])):
+            rows = np.arange(start, end)[sampled[start:end]]
+            expected[turn if turn < 4 else 4].extend(np.abs(trainer.astype(float) - engine)[rows])
+    packed = [pack(s, PackingLayout(multiple_of=8), max_response_tokens=99) for s in samples]
+    metrics = measure_mismatch(list(zip(packed, logprobs, strict=True)), AlgorithmConfig(), control=control)
+    found = {name: value for name, value in metrics.items() if "_turn_" in name}
+    names = [f"mismatch/logprob_abs_diff_mean_turn_{turn}" for turn in ("1", "2", "3", "4", "5_and_later")]
+    assert found == pytest.approx({name: np.mean(expected[turn]) for turn, name in enumerate(names)}, rel=1e-12)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])

@@ -5,12 +5,18 @@ import gzip
 import json
 import re
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from dapo_mega.commands.show_samples import main
 from dapo_mega.errors import InputError
-from dapo_mega.samples.files import samples_folder, stored_files
+from dapo_mega.samples.files import file_of, samples_folder, stored_files, write_table
+from dapo_mega.samples.pieces import TokenPieces
+from dapo_mega.samples.rows import SampleFile, rows_of_group
+from dapo_mega.samples.table import to_table
+from dapo_mega.types import Group, Prompt, Response, ScoredTrajectory, Turn
+from tests.made_trajectories import scored_answer
 from tools.headless_browser import MISSING, Browser, find_browser
 from tools.made_samples import ATTACKS, make_run
 
@@ -39,6 +45,12 @@ def page(run_dir):
         browser.open(run_dir / "samples.html")
         assert browser.evaluate("document.body.dataset.failed") is None
         yield browser
+
+
+@pytest.fixture
+def other_page(page, run_dir):
+    yield page
+    page.open(run_dir / "samples.html")
 
 
 def fill(page, **values):
@@ -109,6 +121,70 @@ def test_no_text_of_a_model_runs_and_all_of_it_is_shown(page, rows, run_dir):
         is False
     )
     assert not [event for event in page.events if event["method"] == "Page.javascriptDialogOpening"]
+
+
+CALLS = (
+    '<think>Which?</think><tool_call>{"name": "look", "arguments": {"at": "<b>x"}}</tool_call>',
+    "<tool_call>{name: look}</tool_call>",
+    'Sure <tool_call>{"name": "look"}',
+)
+SHOWN = """[...document.querySelectorAll("#pane-a .response > *")].map((e) =>
+    [e.className || e.tagName.toLowerCase(), e.textContent])"""
+
+
+def dialogue(number, *, is_rewritten):
+    """Two turns of calls around an attack, and an answer; or one, and one behind a history that was written anew."""
+    words = [CALLS[0], "</s>", *ATTACKS, CALLS[1], CALLS[2], "\n", "It is 7", "</s>"]
+    sampled = np.array([word not in (*ATTACKS, "\n") for word in words])
+    turns = (Turn(2, "stop", {"reward": -0.5}), Turn(13, "length"), Turn(16, "stop", {"reward": 1.0, "correct": 1.0}))
+    spans = ((3, len(words)),), (("http://a", len(words)),)
+    verdict = {"text": CALLS[0] + "It is 7", "correct": True, "accuracy_reward": 0.5, "reward": 0.5}
+    ids, logprobs = np.arange(len(words), dtype=np.int32), np.where(sampled, -1, 0).astype(np.float32)
+    segments = (2, len(words)) if is_rewritten else (len(words),)
+    return words, ScoredTrajectory(number, ids, logprobs, sampled, turns, *spans, segments, "done", **verdict)
+
+
+def test_a_trajectory_of_an_environment_is_shown_by_its_turns(other_page, tmp_path):
+    words, first = dialogue(1, is_rewritten=False)
+    _, second = dialogue(2, is_rewritten=True)
+    said = Response(3, np.array([14, 15], np.int32), -np.ones(2, np.float32), "stop", 0)
+    answer = scored_answer(said, "It is 7", True, 0.5, 0.5)
+
+    class Words:
+        def batch_decode(self, sequences, skip_special_tokens):
+            return ["".join(words[i] for i in ids) for ids in sequences]
+
+    rows = list(rows_of_group(Group(Prompt(0, "Look.", np.array([1], np.int32), "7"), (first, second, answer))))
+    write_table(
+        file_of(samples_folder(tmp_path), "training", 1),
+        to_table(SampleFile(1, "training", rows), TokenPieces(Words())),
+    )
+    main([str(tmp_path)])
+    other_page.open(tmp_path / "samples.html")
+    texts = [other_page.evaluate(READ.replace("ROW", str(row))) and other_page.evaluate(SHOWN) for row in range(3)]
+    assert texts[0] == [
+        ["h3", "Turn 1stop · reward -0.5"],
+        ["call", 'look {"at":"<b>x"}'],
+        ["block turn", CALLS[0] + "</s>"],
+        ["h3", "Observed · not sampled"],
+        ["block observed", "".join(ATTACKS)],
+        ["h3", "Turn 2cut off"],
+        ["call", "call bad_json"],
+        ["call", "look unclosed"],
+        ["block turn", CALLS[1] + CALLS[2]],
+        ["h3", "Observed · not sampled"],
+        ["block observed", "\n"],
+        ["h3", "Turn 3stop · reward 1 · correct 1"],
+        ["block turn", "It is 7</s>"],
+        ["faint", "Ended: done, the environment said so"],
+    ]
+    assert texts[1][3:5] == [
+        ["h3", "History rewritten: a new piece begins · not sampled"],
+        ["block rewritten", "".join(ATTACKS)],
+    ]
+    assert texts[2] == [["h3", "It is 7"], ["h3 end", "</s>"]]  # Tokens, coloured by probability.
+    assert other_page.evaluate("document.title").endswith("samples")
+    assert not [event for event in other_page.events if event["method"] == "Page.javascriptDialogOpening"]
 
 
 def test_the_policy_stops_what_would_come_in_all_the_same(page):
