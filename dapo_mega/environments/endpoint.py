@@ -33,7 +33,7 @@ _IGNORED: Final = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "user", "metadata", "store", "parallel_tool_calls", "reasoning_effort", "verbosity", "service_tier",
     "safety_identifier", "prompt_cache_key", "skip_special_tokens", "stop_token_ids", "logprobs", "ignore_eos",
-    "request_id", "cache_salt", "priority",
+    "request_id", "cache_salt", "priority", "routed_experts_prompt_start",
 )  # fmt: skip
 _CHAT: Final = ("model", "messages", "tools", "tool_choice", "stream", "stream_options", "n", "max_tokens",
                 "max_completion_tokens")  # fmt: skip

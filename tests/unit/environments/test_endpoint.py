@@ -400,7 +400,8 @@ def test_tokens_go_on_or_begin_a_piece(live):
     ids = [*policy.prompt.token_ids.tolist(), *encode("<s>assistant: ")]
     said, reason = ask(ids)
     assert (said, reason) == ([*encode("one"), END], "stop")
-    assert ask([*ids, *said, *encode("more")], max_tokens=2) == (encode("tw"), "length")
+    bridged = {"max_tokens": 2, "routed_experts_prompt_start": 7, "skip_special_tokens": False}  # As verifiers goes on.
+    assert ask([*ids, *said, *encode("more")], **bridged) == (encode("tw"), "length")
     ask(encode("other"))
     found = policy.trajectory()
     assert [has_prompt for *_, has_prompt in found.pieces] == [True, False]
