@@ -65,7 +65,6 @@ class Wording:
     dialogue: Dialogue
     decode: Decode
     vocabulary: int
-    max_tokens: int
 
 
 class Endpoint:
@@ -129,8 +128,9 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
+        # Without a max_model_len: a client that knows it refuses what is too long itself, which were a failure.
         model = {"id": "policy", "object": "model", "owned_by": "dapo_mega", "created": 0}
-        return web.json_response({"object": "list", "data": [{**model, "max_model_len": self._wording.max_tokens}]})
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), _body(await request.read())

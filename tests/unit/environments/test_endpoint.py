@@ -382,6 +382,8 @@ def test_a_session_is_found_by_its_key_alone(live):
         status, content, _ = post(url, each.session.key, {"messages": [USER]})
         assert (status, json.loads(content)["choices"][0]["message"]["content"]) == (200, text)
     assert post(f"{policy.url}/v1/models", other.session.key, None, raw=b"")[0] == 401
+    _, models, _ = post(f"{policy.url}/v1/models", policy.session.key, None, raw=b"")
+    assert "max_model_len" not in models  # What is too long is refused here, where it is a limit, by no client.
 
 
 def test_tokens_go_on_or_begin_a_piece(live):
