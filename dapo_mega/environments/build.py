@@ -46,8 +46,7 @@ def make_environment(config: RunConfig, tokenizer: Any) -> tuple[Environment, Re
         tokenizer = copy.deepcopy(tokenizer)  # Another thread encodes with it.
         dialogue = make_dialogue(own.dialogue, tokenizer, chat_template=in_chats.pop(), tools=())
         decode = decoder(tokenizer, [*ENDS, *ENDS.values()])
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        wording = Wording(dialogue, decode, len(tokenizer), longest)
+        wording = Wording(dialogue, decode, len(tokenizer))
         return make_programs(own, wording, usual), partial(render_messages, add_generation_prompt=False)
     pool = EnvironmentPool(own)
     try:

@@ -33,7 +33,7 @@ _IGNORED: Final = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "user", "metadata", "store", "parallel_tool_calls", "reasoning_effort", "verbosity", "service_tier",
     "safety_identifier", "prompt_cache_key", "skip_special_tokens", "stop_token_ids", "logprobs", "ignore_eos",
-    "request_id", "cache_salt", "priority",
+    "request_id", "cache_salt", "priority", "routed_experts_prompt_start",
 )  # fmt: skip
 _CHAT: Final = ("model", "messages", "tools", "tool_choice", "stream", "stream_options", "n", "max_tokens",
                 "max_completion_tokens")  # fmt: skip
@@ -65,7 +65,6 @@ class Wording:
     dialogue: Dialogue
     decode: Decode
     vocabulary: int
-    max_tokens: int
 
 
 class Endpoint:
@@ -129,8 +128,9 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
+        # Without a max_model_len: a client that knows it refuses what is too long itself, which were a failure.
         model = {"id": "policy", "object": "model", "owned_by": "dapo_mega", "created": 0}
-        return web.json_response({"object": "list", "data": [{**model, "max_model_len": self._wording.max_tokens}]})
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), _body(await request.read())

@@ -47,7 +47,7 @@ def request_of(prompt, max_new_tokens=4000, number=3, seed=1):
 
 def wording(is_chat=True):
     dialogue = TemplateDialogue(TOKENIZER) if is_chat else BareText(TOKENIZER)
-    return Wording(dialogue, decoder(TOKENIZER, [*ENDS, *ENDS.values()]), len(TOKENIZER), 5000)
+    return Wording(dialogue, decoder(TOKENIZER, [*ENDS, *ENDS.values()]), len(TOKENIZER))
 
 
 def programs(command="true", folder=".", is_chat=True, usual=1, **keys):

@@ -382,6 +382,8 @@ def test_a_session_is_found_by_its_key_alone(live):
         status, content, _ = post(url, each.session.key, {"messages": [USER]})
         assert (status, json.loads(content)["choices"][0]["message"]["content"]) == (200, text)
     assert post(f"{policy.url}/v1/models", other.session.key, None, raw=b"")[0] == 401
+    _, models, _ = post(f"{policy.url}/v1/models", policy.session.key, None, raw=b"")
+    assert "max_model_len" not in models  # What is too long is refused here, where it is a limit, by no client.
 
 
 def test_tokens_go_on_or_begin_a_piece(live):
@@ -400,7 +402,8 @@ def test_tokens_go_on_or_begin_a_piece(live):
     ids = [*policy.prompt.token_ids.tolist(), *encode("<s>assistant: ")]
     said, reason = ask(ids)
     assert (said, reason) == ([*encode("one"), END], "stop")
-    assert ask([*ids, *said, *encode("more")], max_tokens=2) == (encode("tw"), "length")
+    bridged = {"max_tokens": 2, "routed_experts_prompt_start": 7, "skip_special_tokens": False}  # As verifiers goes on.
+    assert ask([*ids, *said, *encode("more")], **bridged) == (encode("tw"), "length")
     ask(encode("other"))
     found = policy.trajectory()
     assert [has_prompt for *_, has_prompt in found.pieces] == [True, False]

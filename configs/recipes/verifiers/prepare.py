@@ -1,0 +1,36 @@
+"""Makes, with verifiers, what run.yaml needs: numbers of tasks, words to guess where NLTK has none, and a tokenizer for
+Qwen3's renderer with a token for each letter that can be guessed and for each line of the rules."""
+
+import importlib.resources
+import re
+import string
+
+import nltk
+from play import environment, folder
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+(folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+(folder / "train.jsonl").write_text("".join(f'{{"prompt": "game {i}", "seed": {i}}}\n' for i in range(64)))
+try:
+    nltk.data.find("corpora/words/en-basic")
+except LookupError:
+    words = folder / "nltk_data" / "corpora" / "words"
+    words.mkdir(parents=True)
+    dictionary = importlib.resources.files("textarena.envs.utils.data").joinpath("en_US.dic").read_text()
+    (words / "en-basic").write_text("\n".join(re.findall(r"^[a-z]{4,6}\b", dictionary, re.MULTILINE)))
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>",
+           "<tool_response>", "</tool_response>"]  # fmt: skip
+(task,) = environment().taskset.take(1)
+rules = f"{task.data.system_prompt}\n{task.data.prompt}".split("\n")
+pieces = {
+    **{character: -9.0 for character in string.printable[:95] + "\n"},
+    **{f"[{letter}]": -5.0 for letter in string.ascii_uppercase},
+    **{line: -1.0 for line in rules if len(line) > 3 and "_" not in line},
+}
+tokenizer = Tokenizer(models.Unigram([(token, 0.0) for token in SPECIAL] + list(pieces.items()), unk_id=0))
+tokenizer.decoder = decoders.Fuse()
+PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=SPECIAL[1:]
+).save_pretrained(folder / "tokenizer")
