@@ -35,8 +35,8 @@ _SUMS = (
     "fresh_tokens",
     "fresh_abs_diff",
     "fresh_kl",
-    *(f"tokens_{turn}" for turn in _TURNS),
-    *(f"abs_diff_{turn}" for turn in _TURNS),
+    *(f"fresh_tokens_{turn}" for turn in _TURNS),
+    *(f"fresh_abs_diff_{turn}" for turn in _TURNS),
     "responses",
     "masked",
 )
@@ -61,9 +61,8 @@ def measure_mismatch(
 ) -> dict[str, float]:
     """Metrics over all ranks of `control`, the same on each; `scored` is this rank's part of the step.
 
-    `mismatch/...` cover all response tokens; those by turn are left out if there is no second one.
-    `rollout/logprob_abs_diff_mean|max` and `rollout/kl_to_policy` cover fresh tokens, and are left out if there are
-    none.
+    `mismatch/...` cover all response tokens. `rollout/logprob_abs_diff_mean|max` and `rollout/kl_to_policy` cover fresh
+    tokens, and are left out if there are none; means by turn, if all of them are of first turns.
     """
     totals = torch.zeros(len(_SUMS), dtype=torch.float64)
     maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64)
@@ -80,7 +79,7 @@ def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: Algorit
     """The token-level entries of `_SUMS`, and `_MAXIMA`."""
     own, rollout = logprobs.double().cpu(), micro_batch.rollout_logprobs.double().cpu()
     fresh = micro_batch.of_responses(micro_batch.targets.fresh_mask).cpu()
-    turns = micro_batch.of_responses(micro_batch.targets.turns).long().cpu()
+    turns = micro_batch.of_responses(micro_batch.targets.turns).long().cpu()[fresh]
     differences = (own - rollout).abs()
     weights = importance_weights(own, rollout, math.inf)
     cap = math.inf if settings.weight_cap is None else settings.weight_cap
@@ -98,7 +97,7 @@ def _measure_tokens(micro_batch: MicroBatch, logprobs: Tensor, settings: Algorit
             kl[fresh].sum(),
         ]
     )
-    of_turns = torch.bincount(turns, minlength=len(_TURNS)), torch.bincount(turns, differences, len(_TURNS))
+    of_turns = torch.bincount(turns, minlength=len(_TURNS)), torch.bincount(turns, differences[fresh], len(_TURNS))
     measured = (differences, weights, differences[fresh])
     largest = [values.max() if len(values) else torch.zeros(()) for values in measured]
     return torch.cat([sums, *of_turns]), torch.stack(largest).double()
@@ -170,14 +169,14 @@ def _metrics(total: Mapping[str, float], largest: Mapping[str, float]) -> dict[s
         "mismatch/masked_response_share": total["masked"] / total["responses"],
         "mismatch/fresh_token_share": fresh / tokens,
     }
-    if any(total[f"tokens_{turn}"] for turn in _TURNS[1:]):
-        for turn in _TURNS:
-            if count := total[f"tokens_{turn}"]:
-                metrics[f"mismatch/logprob_abs_diff_mean_turn_{turn}"] = total[f"abs_diff_{turn}"] / count
     if fresh:
         metrics["rollout/logprob_abs_diff_mean"] = total["fresh_abs_diff"] / fresh
         metrics["rollout/logprob_abs_diff_max"] = largest["fresh_abs_diff"]
         metrics["rollout/kl_to_policy"] = total["fresh_kl"] / fresh
+    if total["fresh_tokens_1"] < fresh:
+        for turn in _TURNS:
+            if count := total[f"fresh_tokens_{turn}"]:
+                metrics[f"rollout/logprob_abs_diff_mean_turn_{turn}"] = total[f"fresh_abs_diff_{turn}"] / count
     return metrics
 
 

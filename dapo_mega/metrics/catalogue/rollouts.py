@@ -268,6 +268,17 @@ ROLLOUTS: tuple[Metric, ...] = (
         better="lower",
     ),
     Metric(
+        "rollout/logprob_abs_diff_mean_turn_<turn>",
+        "nats",
+        "The same mean over those of these tokens that are of one turn of their responses. Only with an `environment`, "
+        "where a response has several; a turn without such a token is missing.",
+        "the same in all turns",
+        "grows from turn to turn",
+        'see "The log-prob difference rises" in dapo_mega/metrics/README.md',
+        better="lower",
+        members={**{n: f"of turn {n}" for n in "1234"}, "5_and_later": "of the fifth turn and all later ones"},
+    ),
+    Metric(
         "rollout/logprob_abs_diff_max",
         "nats",
         "The largest such difference of one token.",

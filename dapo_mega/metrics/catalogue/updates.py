@@ -23,17 +23,6 @@ UPDATES: tuple[Metric, ...] = (
         better="lower",
     ),
     Metric(
-        "mismatch/logprob_abs_diff_mean_turn_<turn>",
-        "nats",
-        "The same mean over the tokens of one turn of their responses. Only with an `environment`, where a response "
-        "has several; turns that no response has are missing.",
-        "the same in all turns",
-        "grows from turn to turn",
-        'see "The log-prob difference rises" in dapo_mega/metrics/README.md',
-        better="lower",
-        members={**{n: f"of turn {n}" for n in "1234"}, "5_and_later": "of the fifth turn and all later ones"},
-    ),
-    Metric(
         "mismatch/kl",
         "nats per token",
         "Estimate (k3) of KL(engine || trainer).",

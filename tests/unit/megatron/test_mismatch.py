@@ -99,17 +99,17 @@ def test_a_turns_mean_is_of_its_tokens_in_all_trajectories(control):
         engine, trainer = rng.normal(-1, 1, (2, len(sampled))).astype(np.float32)
         turns = tuple(Turn(int(end), "stop") for end in ends)
         segments = (int(ends[0]), len(sampled)) if number % 2 else (len(sampled),)
-        ids, spans = np.arange(len(sampled), dtype=np.int32), ((0, len(sampled)),)
+        ids, spans = np.arange(len(sampled), dtype=np.int32), ((0, 2), (1, len(sampled)))
         member = Trajectory(number, ids, engine * sampled, sampled, turns, spans, (), segments)
-        samples.append(samples_to_score([(Prompt(0, "", np.array([7], np.int32), ""), member)], 0))
+        samples.append(samples_to_score([(Prompt(0, "", np.array([7], np.int32), ""), member)], 1))
         logprobs.append(torch.from_numpy(trainer[sampled]))
         for turn, (start, end) in enumerate(pairwise([0, *ends])):
-            rows = np.arange(start, end)[sampled[start:end]]
+            rows = np.arange(max(start, 2), end)[sampled[max(start, 2) : end]]  # The others are of older weights.
             expected[turn if turn < 4 else 4].extend(np.abs(trainer.astype(float) - engine)[rows])
     packed = [pack(s, PackingLayout(multiple_of=8), max_response_tokens=99) for s in samples]
     metrics = measure_mismatch(list(zip(packed, logprobs, strict=True)), AlgorithmConfig(), control=control)
     found = {name: value for name, value in metrics.items() if "_turn_" in name}
-    names = [f"mismatch/logprob_abs_diff_mean_turn_{turn}" for turn in ("1", "2", "3", "4", "5_and_later")]
+    names = [f"rollout/logprob_abs_diff_mean_turn_{turn}" for turn in ("1", "2", "3", "4", "5_and_later")]
     assert found == pytest.approx({name: np.mean(expected[turn]) for turn, name in enumerate(names)}, rel=1e-12)
 
 
