@@ -58,12 +58,14 @@ def games(python, folder):
         each.close()
 
 
-def guesses(folder, letters):
-    """These letters, each the token that the recipe's tokenizer has for its guess."""
+def guesses(folder, letters, spelled=""):
+    """These letters, each the token that the recipe's tokenizer has for its guess; before them, one of several tokens,
+    which its text is not encoded as."""
     vocabulary = [
         token for token, _ in json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]
     ]
-    return [[vocabulary.index(f"[{letter}]")] for letter in letters]
+    guessed = [[vocabulary.index(f"[{letter}]")] for letter in letters]
+    return [[*map(vocabulary.index, spelled)], *guessed] if spelled else guessed
 
 
 def play(environment, request, generate):
@@ -71,11 +73,12 @@ def play(environment, request, generate):
 
 
 def test_a_game_is_one_trajectory_of_the_tokens_that_were_sampled(games, folder):
-    generate, asked = scripted(*guesses(folder, "EAEE"))  # Said again it is no move, and the second time the end.
-    found = play(*games(), generate)
+    said = guesses(folder, "AEE", spelled="[E]")  # Said again it is no move, and the second time the end.
+    generate, asked = scripted(*said)
+    found = play(*games(max_turn_tokens=3), generate)
     assert_exact(found, PROMPT, asked)
-    assert (len(found.pieces), len(found.turns), int(found.sampled.sum()), found.stop) == (1, 4, 4, "done")
-    assert found.token_ids[found.sampled].tolist() == [token for said in guesses(folder, "EAEE") for token in said]
+    assert (len(found.pieces), len(found.turns), found.stop) == (1, 4, "done")
+    assert found.token_ids[found.sampled].tolist() == [token for turn in said for token in turn]
     parts = found.turns[-1].parts
     assert (parts["turns"], parts["correct"]) == (4, 0)
     assert 0 <= parts["reward"] < 1
