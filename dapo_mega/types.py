@@ -149,6 +149,13 @@ class Turn:
     parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
 
+def sampled_rows(sampled: npt.NDArray[np.bool_], begin: int, stop: int) -> slice:
+    """The rows of a turn that end at `stop`: those from `begin`, the end of the turn before, were observed until then.
+    Empty where none was sampled."""
+    inside = sampled[begin:stop]
+    return slice(begin + int(np.argmax(inside)) if inside.any() else stop, stop)
+
+
 @dataclass(frozen=True, eq=False)
 class Trajectory:
     """All that follows a prompt, turns of the policy and what it observed between them, a row per token [R].

@@ -39,8 +39,10 @@ def prepare_reasoning_gym(options: argparse.Namespace) -> None:
     import pyarrow.parquet as pq
 
     generators = dict(map(_named, options.generators))
-    if min(options.num_train, options.num_eval, options.seed) < 0 or len(generators) < len(options.generators):
-        raise InputError("give each generator once, and numbers and a seed that are not negative")
+    if len(generators) < len(options.generators):
+        raise InputError(f"a generator is there twice in {', '.join(options.generators)}; give each once")
+    if negative := [key for key in ("num_train", "num_eval", "seed") if getattr(options, key) < 0]:
+        raise InputError(f"{negative[0]}={getattr(options, negative[0])} is negative; give 0 or more")
     columns = [_rows(name, generators[name], place, options) for place, name in enumerate(generators)]
     held_out = _in_turns(columns, options.num_eval)
     splits = {"train": _in_turns(columns, options.num_train), "eval": held_out}

@@ -128,7 +128,7 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        # Without a max_model_len: a client that knows it refuses what is too long itself, which were a failure.
+        # Without a max_model_len: a client that knows it refuses what is too long itself: a failure.
         model = {"id": "policy", "object": "model", "owned_by": "dapo_mega", "created": 0}
         return web.json_response({"object": "list", "data": [model]})
 

@@ -23,7 +23,7 @@ from dapo_mega.environments.account import DiffersError
 from dapo_mega.environments.dialogues import Dialogue
 from dapo_mega.environments.turns import Rows
 from dapo_mega.errors import InputError
-from dapo_mega.types import GenerationRequest, Response, Trajectory, Turn
+from dapo_mega.types import GenerationRequest, Response, Trajectory, Turn, sampled_rows
 
 T = TypeVar("T")
 
@@ -276,7 +276,7 @@ def _by_prompt(begun: Trajectory, request: GenerationRequest) -> dict[bytes, lis
     for first, end, has_row in begun.pieces:
         at = first
         for turn in (turn for turn in begun.turns if first < turn.stop <= end):
-            rows = slice(at + int(np.argmax(begun.sampled[at : turn.stop])), turn.stop)
+            rows = sampled_rows(begun.sampled, at, turn.stop)
             at = turn.stop
             before = begun.token_ids[first : rows.start]
             prompt = np.concatenate([request.prompt_token_ids, before]) if has_row else before

@@ -26,7 +26,7 @@ from dapo_mega.environments.observations import Observation
 from dapo_mega.environments.pool import EnvironmentPool, LiveEnvironment
 from dapo_mega.rewards.processes import CallError
 from dapo_mega.rewards.records import RewardRecord
-from dapo_mega.types import GenerationRequest, LogProbs, Prompt, Response, TokenIds, Trajectory, Turn
+from dapo_mega.types import GenerationRequest, LogProbs, Prompt, Response, TokenIds, Trajectory, Turn, sampled_rows
 
 T = TypeVar("T")
 
@@ -250,8 +250,7 @@ class Rows:
         """The prompt of a turn, and what was sampled for it."""
         stop = self.turns[turn].stop
         begin = self.turns[turn - 1].stop if turn else 0
-        start = begin + int(np.argmax(self._sampled[begin:stop])) if stop > begin else stop
-        split, end = self._prompt_length + start, self._prompt_length + stop
+        split, end = self._prompt_length + sampled_rows(self._sampled, begin, stop).start, self._prompt_length + stop
         return self._token_ids[:split].tolist(), self._token_ids[split:end].tolist()
 
     def add(self, response: Response) -> None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dapo_mega.environments.markup import ENDS, THINK, read_markup
+from dapo_mega.types import sampled_rows
 
 Block = dict[str, Any]
 _COLUMNS = ("sampled", "turns", "segments", "stop")
@@ -43,8 +44,7 @@ def _cut(
 ) -> Iterator[Block]:
     begin = 0
     for turn in turns:
-        inside = sampled[begin : turn["end"]]
-        start = begin + int(np.argmax(inside)) if inside.any() else turn["end"]
+        start = sampled_rows(sampled, begin, turn["end"]).start
         if start > begin:
             yield {"kind": "rewritten" if begin in new_pieces else "observed", "end": start}
         begin = turn["end"]

@@ -103,7 +103,7 @@ def test_a_scorer_that_is_broken_is_a_failure_and_not_a_zero(prepared):
         (["chain_sum={terms: 3}"], "chain_sum refuses {'terms': 3}: .*; its options are min_terms"),
         (["chain_sum={min_terms: 3, max_terms: 2}"], "chain_sum refuses"),
         (["chain_sum={seed: 3}"], "seed and size are --seed"),
-        (["chain_sum", "chain_sum"], "each generator once"),
+        (["chain_sum", "chain_sum"], "chain_sum, chain_sum; give each once"),
         (["coin_flip={max_trials: 3}"], r"coin_flip has \d+ different questions in 340"),
     ],
 )
