@@ -19,11 +19,11 @@ from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.conversion.convert import open_checkpoint, to_hf
 from dapo_mega.errors import InputError
+from dapo_mega.megatron.core.decoder import unwrapped
+from dapo_mega.megatron.core.repairs import background_writing
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
-from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
-from dapo_mega.megatron.repairs import background_writing
 from tests.distributed.tiny import make_model, make_samples
 
 
