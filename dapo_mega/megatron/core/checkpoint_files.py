@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dapo_mega.megatron.core.repairs.background_writing import (
+    MEGATRONS_WRITER,
     BackgroundWriting,
     from_snapshot,
     keep_results_in_process,
@@ -52,7 +53,9 @@ class CheckpointWriting:
         tensors = (shard.data for shard in nested_values(content) if isinstance(shard, kinds))
         live = frozenset(data.untyped_storage().data_ptr() for data in tensors if data is not None)
         keep_results_in_process()
-        request = dist_checkpointing.save(content, str(folder), content_metadata=_METADATA, async_sharded_save=True)
+        request = dist_checkpointing.save(
+            content, str(folder), content_metadata=_METADATA, async_sharded_save=True, **MEGATRONS_WRITER
+        )
         checksums: dict[str, int] = {}
         self._queue.schedule_async_request(from_snapshot(request, live if from_copy else frozenset(), checksums))
         return checksums

@@ -21,7 +21,7 @@ from dapo_mega.distributed import accelerator
 from dapo_mega.megatron.core.groups import ends_of_pipeline
 from dapo_mega.megatron.core.layers import block_spec, uses_transformer_engine
 from dapo_mega.megatron.core.packed_attention import PackedSegments
-from dapo_mega.megatron.core.repairs.latent_attention import count_down_projections_once
+from dapo_mega.megatron.core.repairs.until_0_16.latent_attention import count_down_projections_once
 from dapo_mega.megatron.core.routing import keep_router_biases_in_float32
 from dapo_mega.megatron.core.settings import TransformerConfig
 from dapo_mega.models import Architecture

@@ -3,6 +3,7 @@ attention. Both take the same packed micro-batches; nothing else differs between
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -26,9 +27,11 @@ from torch import Tensor
 from dapo_mega.config import ModelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.core.local_layers import RMSNorm, swiglu
+from dapo_mega.megatron.core.local_layers import RMSNorm, SwiGLU
 from dapo_mega.megatron.core.packed_attention import PackedAttention
-from dapo_mega.megatron.core.repairs.latent_attention import know_local_layers
+from dapo_mega.megatron.core.repairs.since_0_17.latent_attention import know_local_linear
+from dapo_mega.megatron.core.repairs.since_0_19.latent_attention import keep_layers_of_spec
+from dapo_mega.megatron.core.repairs.until_0_16.latent_attention import know_whether_transformer_engine_is_there
 from dapo_mega.megatron.core.routing import BestExpertGroupRouter
 from dapo_mega.models import Architecture
 
@@ -53,12 +56,14 @@ def block_spec(
     arch: Architecture, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Layers of one model chunk: this pipeline stage's, or its `vp_stage`-th part."""
+    if config.multi_latent_attention:
+        keep_layers_of_spec()
     make_layer = _transformer_engine_layer if transformer_engine else _local_layer
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     chunk = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     layers = {has_experts: make_layer(config, has_experts) for has_experts in set(map(arch.has_experts, chunk))}
     if arch.experts and arch.experts.groups and arch.experts.groups.ranked_by == "best" and True in layers:
-        layers[True].submodules.mlp.submodules.router = BestExpertGroupRouter
+        _parts(layers[True].submodules.mlp).router = BestExpertGroupRouter
     for layer in layers.values():
         _add_biases(layer, arch)
     return TransformerBlockSubmodules(
@@ -72,7 +77,7 @@ def _add_biases(layer: ModuleSpec, arch: Architecture) -> None:
         attention = layer.submodules.self_attention.submodules
         attention.linear_proj = _biased(attention.linear_proj)
     if arch.mlp_bias:
-        mlp = layer.submodules.mlp.submodules
+        mlp = _parts(layer.submodules.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
 
 
@@ -108,7 +113,8 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     attention.core_attention = PackedAttention
     names = layer.submodules.sharded_state_dict_keys_map
     if config.multi_latent_attention:
-        know_local_layers()
+        know_whether_transformer_engine_is_there()
+        know_local_linear()
         # Replicated on every rank, like Transformer Engine's. Megatron shards the local ones and gathers their outputs,
         # so the rotated part of the keys would get its gradient from one rank's heads only.
         attention.linear_q_down_proj = Linear
@@ -130,10 +136,15 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     return layer
 
 
-def _use_own_activation(mlp: ModuleSpec) -> None:
-    """Use `swiglu` in an MLP, or in all MLPs of a mixture of experts."""
-    for part in (getattr(mlp.submodules, name, None) for name in ("experts", "shared_experts")):
+def _use_own_activation(mlp: Any) -> None:
+    """Use `SwiGLU` in an MLP, or in all MLPs of a mixture of experts."""
+    for part in (getattr(_parts(mlp), name, None) for name in ("experts", "shared_experts")):
         if part:
-            part.submodules.activation_func = swiglu
-    if isinstance(mlp.submodules, MLPSubmodules):
-        mlp.submodules.activation_func = swiglu
+            _parts(part).activation_func = SwiGLU
+    if isinstance(_parts(mlp), MLPSubmodules):
+        _parts(mlp).activation_func = SwiGLU
+
+
+def _parts(spec: Any) -> Any:
+    """The submodules of a spec; Megatron 0.17 and newer give partial functions for MLPs."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules

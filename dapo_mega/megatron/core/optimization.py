@@ -12,12 +12,14 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker, track_moe_metrics
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from dapo_mega.config import ComputeConfig, OptimizerConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.megatron.core.repairs.optimizer_checkpoints import separate_adam_steps
+from dapo_mega.megatron.core.repairs.since_0_19.optimizer_groups import find_groups_by_their_parameters
+from dapo_mega.megatron.core.repairs.until_0_16 import router_losses as tracker_of_0_16
 from dapo_mega.megatron.core.settings import TransformerConfig
 
 
@@ -75,6 +77,7 @@ def load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
     """Continue from the state of a checkpoint. Settings, such as learning rates and betas, stay those of the
     configuration."""
     settings = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in optimizer.param_groups]
+    find_groups_by_their_parameters()
     optimizer.load_state_dict(state)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
@@ -124,7 +127,8 @@ def router_losses(config: TransformerConfig, num_micro_batches: int) -> dict[str
     if not wanted:
         return {}
     losses: dict[str, Tensor] = {}
-    track_moe_metrics(
+    tracker = getattr(moe_utils, "get_moe_metrics_tracker", tracker_of_0_16.Tracker)()
+    tracker.report(
         loss_scale=1.0 / num_micro_batches,
         iteration=0,
         total_loss_dict=losses,
@@ -133,5 +137,5 @@ def router_losses(config: TransformerConfig, num_micro_batches: int) -> dict[str
         num_layers=config.num_layers,
     )
     # Its tensors are for this model's number of layers; the next model to use it may have another.
-    get_moe_layer_wise_logging_tracker().clear()
+    tracker.metrics.clear()
     return {metric: float(losses[name]) for name, metric in wanted.items()}
