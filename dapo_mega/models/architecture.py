@@ -109,6 +109,8 @@ class Architecture:
     tied_embeddings: bool
     qkv_bias: bool
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    """The share of a head's dimensions, from the first on, that is rotated."""
     sliding_window: int | None = None
     """How many keys a query sees at most, its own position included; None: all before it."""
     output_bias: bool = False
@@ -127,21 +129,35 @@ class Architecture:
         return replace(self, tied_embeddings=False, has_value_head=True, value_bias=has_bias)
 
     @property
+    def rotated_dim(self) -> int:
+        """The dimensions of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
     def inverse_frequencies(self) -> Tensor:
-        """Angles per position [head_dim / 2] in float32 of the pairs of a head's dimensions."""
+        """Angles per position [rotated_dim / 2] in float32 of the pairs of a head's rotated dimensions."""
         if self.rope_scaling is None:
-            return unscaled_frequencies(self.rope_theta, self.head_dim)
-        return self.rope_scaling.inverse_frequencies(self.rope_theta, self.head_dim)
+            return unscaled_frequencies(self.rope_theta, self.rotated_dim)
+        return self.rope_scaling.inverse_frequencies(self.rope_theta, self.rotated_dim)
+
+    @property
+    def rotary_magnitude(self) -> float:
+        """What cosines and sines are multiplied by, where `softmax_scale` cannot say it."""
+        return self.rope_scaling.attention_factor if self.rope_scaling and not self._rotates_all else 1.0
 
     @property
     def softmax_scale(self) -> float | None:
         """What the products of queries and keys are multiplied by; None: head_dim ** -0.5.
 
-        YaRN's factor on rotated queries and keys goes into the scores as its square: whole heads are rotated.
+        YaRN's factor on rotated queries and keys goes into the scores as its square where whole heads are rotated.
         """
-        if self.rope_scaling is None or self.rope_scaling.attention_factor == 1.0:
+        if self.rope_scaling is None or self.rope_scaling.attention_factor == 1.0 or not self._rotates_all:
             return None
         return float(self.head_dim**-0.5 * self.rope_scaling.attention_factor**2)
+
+    @property
+    def _rotates_all(self) -> bool:
+        return self.partial_rotary_factor == 1.0
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of `layer`, counted from 0, is a mixture of experts."""
@@ -185,9 +201,12 @@ class Architecture:
             )
         if self.sliding_window == 0:
             raise InputError("sliding_window=0 leaves a query no key to see; set it to null or to 1 and more")
-        rotated = self.latent_attention.rotated_head_dim if self.latent_attention else self.head_dim
-        if rotated % 2:
-            raise InputError(f"the rotated part of a head has {rotated} dimensions, an odd number; correct head_dim")
+        rotated = self.latent_attention.rotated_head_dim if self.latent_attention else self.rotated_dim
+        if rotated % 2 or not rotated:
+            raise InputError(
+                f"the rotated part of a head has {rotated} dimensions, not an even number from 2; correct head_dim or "
+                "partial_rotary_factor"
+            )
         if self.experts:
             self.experts.check_sizes(self.num_layers)
 

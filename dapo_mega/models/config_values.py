@@ -64,6 +64,7 @@ _SWITCHES = (
     "norm_topk_prob",
     "use_sliding_window",
     "rope_interleave",
+    "use_qk_norm",
 )
 _LISTS = {"layer_types": str, "mlp_only_layers": int}
 

@@ -1,4 +1,5 @@
-"""What DeepSeek-V2 and DeepSeek-V3 share: latent attention, the first layers dense, then experts with a shared one."""
+"""What DeepSeek-V2, DeepSeek-V3 and GLM-4.5 share: the first layers dense, then experts with a shared one; and the
+latent attention of the first two."""
 
 from __future__ import annotations
 
@@ -11,13 +12,8 @@ from dapo_mega.models.architecture import Architecture, Experts, LatentAttention
 from dapo_mega.models.hf_sizes import common_sizes
 from dapo_mega.models.rope import RopeScaling, YarnScaling
 
-PER_LAYER = (
-    *rules.LATENT_ATTENTION,
-    rules.MLP_NORM,
-    *rules.DENSE_MLP,
-    *rules.EXPERTS,
-    *rules.shared_expert("shared_experts"),
-)
+MLP = (rules.MLP_NORM, *rules.DENSE_MLP, *rules.EXPERTS, *rules.shared_expert("shared_experts"))
+PER_LAYER = (*rules.LATENT_ATTENTION, *MLP)
 
 # The norms of the latent vectors have this one whatever config.json says, Megatron-Core has one for all norms.
 _NORM_EPSILON = 1e-6
@@ -53,7 +49,12 @@ def read(raw: Mapping[str, Any], **routing: Any) -> Architecture:
             f"v_head_dim={latent.value_head_dim} is not supported: it may be qk_nope_head_dim + qk_rope_head_dim = "
             f"{sizes['head_dim']} at most"
         )
-    experts = Experts(
+    return Architecture(**sizes, qkv_bias=False, experts=read_experts(raw, **routing), latent_attention=latent)
+
+
+def read_experts(raw: Mapping[str, Any], **routing: Any) -> Experts:
+    """The mixture of a complete `config.json`; `routing` as in `read`."""
+    return Experts(
         number=raw["n_routed_experts"],
         per_token=raw["num_experts_per_tok"],
         ffn_hidden_size=raw["moe_intermediate_size"],
@@ -61,7 +62,6 @@ def read(raw: Mapping[str, Any], **routing: Any) -> Architecture:
         dense_layers=frozenset(range(raw["first_k_dense_replace"])),
         **routing,
     )
-    return Architecture(**sizes, qkv_bias=False, experts=experts, latent_attention=latent)
 
 
 def has_groups(raw: Mapping[str, Any]) -> bool:

@@ -32,28 +32,33 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
         raise InputError(f"deepseek_v3 with scoring_func={raw['scoring_func']!r} is not supported; only 'sigmoid' is")
     if not raw.get("rope_interleave", True):
         raise InputError("deepseek_v3 with rope_interleave=false is not supported; only interleaved rotation is")
+    return deepseek.read(raw, **sigmoid_routing(raw))
+
+
+def sigmoid_routing(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Experts` about routing, from a complete `config.json`. GLM-4.5 routes alike."""
+    family = raw["model_type"]
     per_token = raw["num_experts_per_tok"]
     if not raw.get("norm_topk_prob", True) or per_token == 1:
         raise InputError(
-            "deepseek_v3 with norm_topk_prob=false or num_experts_per_tok=1 is not supported: Megatron-Core scales the "
+            f"{family} with norm_topk_prob=false or num_experts_per_tok=1 is not supported: Megatron-Core scales the "
             "sigmoid scores of two or more experts to sum to 1"
         )
     groups = None
     if deepseek.has_groups(raw):
         if per_token // raw["topk_group"] != _RANKING_EXPERTS:
             raise InputError(
-                f"deepseek_v3 with num_experts_per_tok={per_token} and topk_group={raw['topk_group']} is not "
+                f"{family} with num_experts_per_tok={per_token} and topk_group={raw['topk_group']} is not "
                 f"supported; Megatron-Core ranks groups as the model does only where the first is twice the second"
             )
         groups = ExpertGroups(raw["n_group"], raw["topk_group"], ranked_by="sum")
-    return deepseek.read(
-        raw,
-        normalised=True,
-        scores="sigmoid",
-        scaling=float(raw["routed_scaling_factor"]),
-        groups=groups,
-        has_router_bias=True,
-    )
+    return {
+        "normalised": True,
+        "scores": "sigmoid",
+        "scaling": float(raw["routed_scaling_factor"]),
+        "groups": groups,
+        "has_router_bias": True,
+    }
 
 
 FAMILY = ModelFamily(

@@ -12,8 +12,9 @@ from dapo_mega.models.rope import rope_sizes
 def common_sizes(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `Architecture` that every family writes alike.
 
-    `defaults` are the values that the family's configuration class in transformers has for keys left out. Raises
-    KeyError for a key that is missing without one, InputError naming what is not supported.
+    `defaults` are the values that the family's configuration class in transformers has for keys left out; with
+    `partial_rotary_factor` among them the family may rotate a part of each head. Raises KeyError for a key that is
+    missing without one, InputError naming what is not supported.
     """
     raw = {**defaults, **raw}
     _refuse_unsupported(raw)
@@ -29,7 +30,7 @@ def common_sizes(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
         "vocab_size": raw["vocab_size"],
         "max_positions": raw["max_position_embeddings"],
         "norm_epsilon": raw.get("rms_norm_eps", 1e-6),
-        **rope_sizes(raw),
+        **rope_sizes(raw, may_be_partial="partial_rotary_factor" in defaults),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
     }
 

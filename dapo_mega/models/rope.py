@@ -92,9 +92,9 @@ def unscaled_frequencies(theta: float, dim: int) -> Tensor:
     return 1.0 / (theta ** (torch.arange(0, dim, 2).float() / dim))
 
 
-def rope_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of `Architecture` from a `config.json`; InputError for rotations that are not
-    supported."""
+def rope_sizes(raw: Mapping[str, Any], *, may_be_partial: bool) -> dict[str, Any]:
+    """The fields of `Architecture` about rotation from a `config.json`; InputError for rotations that are not
+    supported. `may_be_partial` tells whether transformers' code of the family rotates a part of each head."""
     # transformers 4 writes rope_theta and rope_scaling, transformers 5 one record rope_parameters.
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
@@ -103,9 +103,11 @@ def rope_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
             "only one record for all layers is"
         )
     partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise InputError(f"partial_rotary_factor={partial} is not supported for {raw['model_type']}; only 1.0 is")
+    if partial > 1.0 or (partial < 1.0 and not may_be_partial):
+        only = "at most 1.0" if may_be_partial else "only 1.0"
+        raise InputError(f"partial_rotary_factor={partial} is not supported for {raw['model_type']}; {only} is")
     return {
+        "partial_rotary_factor": partial,
         "rope_theta": float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
         "rope_scaling": _scaling(rope, raw),
     }

@@ -293,7 +293,7 @@ class ActivationModel:
 
     def _attention_plan(self) -> float:
         """Bytes that all attention layers share: rotary angles, and indices that pack and unpack tokens."""
-        size = self.placement.arch.head_dim
+        size = self.placement.arch.rotated_dim
         if not self.is_local:
             # The angles are an argument of every recomputed group.
             return _FLOAT * size * max(self.shape.lengths) if self.compute.recompute == "full" else 0.0

@@ -20,7 +20,7 @@ from .tiny import FAMILY_MODELS, make_samples
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MIXTURES = tuple(name for name in FAMILY_MODELS if name.startswith(("qwen2_moe", "qwen3_moe", "deepseek")))
+MIXTURES = tuple(name for name in FAMILY_MODELS if name.startswith(("qwen2_moe", "qwen3_moe", "deepseek", "glm4_moe")))
 DENSE = tuple(name for name in FAMILY_MODELS if name not in MIXTURES)
 ALL = DENSE + MIXTURES
 # What the families' own code has no part in, test_parallel_parity.py shows of one dense model.

@@ -142,6 +142,15 @@ def make_deepseek_v3_model(folder: Path, **changes: Any) -> Path:
     return save_random(DeepseekV3Config(**{**sizes, **changes}), folder)
 
 
+def make_glm4_moe_model(folder: Path, **changes: Any) -> Path:
+    """GLM-4.5: half of each head rotated, biases on q, k, v, a shared expert beside eight others."""
+    from transformers import Glm4MoeConfig
+
+    experts = {"n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 32, "num_experts_per_tok": 4}
+    sizes = {**_SIZES, **experts, "head_dim": 20, "attention_bias": True, "num_mtp_layers": 0}
+    return save_random(Glm4MoeConfig(**{**sizes, **changes}), folder)
+
+
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _MAGNITUDES = {"mscale": 0.8, "mscale_all_dim": 0.6}
 
@@ -181,6 +190,15 @@ FAMILY_MODELS: dict[str, Callable[[Path], Path]] = {
     "deepseek_v3": make_deepseek_v3_model,
     "deepseek_v3, no groups, yarn": partial(
         make_deepseek_v3_model, n_group=1, topk_group=1, rope_parameters={**_YARN, **_MAGNITUDES}
+    ),
+    "glm4_moe": make_glm4_moe_model,
+    "glm4_moe, norms on q and k, no biases, less rotated, yarn": partial(
+        make_glm4_moe_model,
+        use_qk_norm=True,
+        attention_bias=False,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=2,
+        rope_parameters={**_YARN, "partial_rotary_factor": 0.4},
     ),
 }
 """Makers of checkpoints of all model families, and of each switch that changes what a family's model computes."""

@@ -31,9 +31,11 @@ class PackedStage(GPTModel):
     """A stage with the rotary frequencies of the checkpoint, which it shares between its layers. Called with `labels`,
     its last chunk returns what `head` makes of them and of hidden states; the others return hidden states."""
 
-    def __init__(self, *args: Any, inverse_frequencies: Tensor, **kwargs: Any) -> None:
-        """`inverse_frequencies` [head_dim / 2] are the angles per position of the rotary embedding."""
+    def __init__(self, *args: Any, inverse_frequencies: Tensor, rotary_magnitude: float = 1.0, **kwargs: Any) -> None:
+        """`inverse_frequencies` [rotated_dim / 2] are the angles per position of the rotary embedding,
+        `rotary_magnitude` is what its cosines and sines are multiplied by."""
         super().__init__(*args, **kwargs)
+        self._rotary_magnitude = rotary_magnitude
         if not self.config.multi_latent_attention:
             # Not a buffer, so that it stays in float32 when the model is cast.
             self.rotary_pos_emb.inv_freq = inverse_frequencies.to(self.rotary_pos_emb.inv_freq)
@@ -60,8 +62,9 @@ class PackedStage(GPTModel):
             return prepared
         if not isinstance(packed_seq_params, PackedSegments) or not packed_seq_params.plans_attention:
             return prepared
-        angles = prepared[1][:, 0, 0, : self.config.kv_channels // 2][kwargs["position_ids"][0]]
-        packed_seq_params.rotary = (angles.cos()[:, None], angles.sin()[:, None])
+        angles = prepared[1][:, 0, 0].chunk(2, dim=-1)[0][kwargs["position_ids"][0]]
+        cosines, sines = (part[:, None] * self._rotary_magnitude for part in (angles.cos(), angles.sin()))
+        packed_seq_params.rotary = (cosines, sines)
         return (prepared[0], None, *prepared[2:])
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Any, **_: Any) -> Tensor:  # type: ignore[override]
@@ -89,6 +92,7 @@ def build_chunks(
             position_embedding_type="rope",
             rotary_base=arch.rope_theta,
             inverse_frequencies=arch.inverse_frequencies,
+            rotary_magnitude=arch.rotary_magnitude,
             vp_stage=vp_stage,
         )
         stage.to(accelerator.device())

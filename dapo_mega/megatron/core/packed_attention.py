@@ -30,7 +30,8 @@ class PackedSegments(PackedSeqParams):
     """Megatron's packed-sequence parameters with the attention plan of the CPU, made once per micro-batch."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines [T, 1, head_dim / 2] of this rank's tokens; None if queries and keys are rotated already."""
+    """Cosines and sines [T, 1, r / 2] of this rank's tokens, for the first r dimensions of each head; None if queries
+    and keys are rotated already."""
     buckets: tuple[tuple[int, int], ...] = ()
     """Shapes [n, L] of blocks of segments of similar length, right-padded."""
     token_of_slot: Tensor | None = None
@@ -208,7 +209,8 @@ def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary position embedding: each pair (x_i, x_{i + d/2}) is turned by its angle, the gradient back by it."""
+    """Rotary position embedding: each pair (x_i, x_{i + r/2}) of the first r dimensions is turned by its
+    angle, the gradient back by it; the other dimensions stay."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -222,11 +224,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(tensor: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    first, second = tensor.chunk(2, dim=-1)
+    half = cosines.shape[-1]
+    first, second, rest = tensor.split([half, half, tensor.shape[-1] - 2 * half], dim=-1)
     turned = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    half = first.shape[-1]
     torch.mul(first, cosines, out=turned[..., :half]).addcmul_(second, sines, value=-1)
-    torch.mul(second, cosines, out=turned[..., half:]).addcmul_(first, sines)
+    torch.mul(second, cosines, out=turned[..., half : 2 * half]).addcmul_(first, sines)
+    turned[..., 2 * half :] = rest
     return turned
 
 

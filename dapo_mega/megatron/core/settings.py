@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any
 
 import torch
@@ -70,6 +71,10 @@ def transformer_config(
         **_fp8_settings(arch, compute),
     )
     config.finalize_model_grads_func = finalize_model_grads
+    if arch.rotary_magnitude != 1.0:
+        # Where Megatron's layers look for the magnitude of cosines and sines: (1 + first / 10 ln(scale)) / 1.
+        factors = {"yarn_rotary_scaling_factor": math.e**10, "yarn_mscale": arch.rotary_magnitude - 1}
+        vars(config).update(factors, yarn_mscale_all_dim=0.0)
     return config
 
 
@@ -102,8 +107,11 @@ def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
         "use_te_activation_func": not on_gpu,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": on_gpu,
-        # Megatron's fused rotary embedding of latent attention exists for YaRN only.
-        "apply_rope_fusion": on_gpu and uses_transformer_engine(model) and arch.latent_attention is None,
+        # Megatron's fused rotary embedding of latent attention exists for YaRN only; the other one has no magnitude.
+        "apply_rope_fusion": on_gpu
+        and uses_transformer_engine(model)
+        and arch.latent_attention is None
+        and arch.rotary_magnitude == 1.0,
         # Needs Apex's kernel that adds weight gradients to the float32 buffer within the matrix product.
         "gradient_accumulation_fusion": on_gpu and has_apex_kernel,
     }

@@ -164,7 +164,7 @@ def test_parameters_are_listed_once_and_only_where_the_model_has_them(tmp_path):
         ({"vocab_size": -1}, "vocab_size=-1"),
         ({"vocab_size": True}, "vocab_size=True"),
         ({"head_dim": 1.5}, r"head_dim=1\.5"),
-        ({"head_dim": 7}, "odd number"),
+        ({"head_dim": 7}, "7 dimensions, not an even number"),
         ({"hidden_size": None}, "no llama model has"),
         ({"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide num_attention_heads=32"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x' is not a number above 0 and below 1"),

@@ -31,6 +31,13 @@ DEEPSEEK = {
     "moe_intermediate_size": 7,
     "first_k_dense_replace": 1,
 }
+GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 7,
+    "head_dim": 8,
+    "num_nextn_predict_layers": 0,
+}
 QWEN = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 MODELS = {
     "qwen2_moe": {**QWEN, "shared_expert_intermediate_size": 6},
@@ -41,6 +48,8 @@ MODELS = {
     "deepseek_v2, latent queries": {**DEEPSEEK, "q_lora_rank": 3, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 3, "num_nextn_predict_layers": 0},
     "deepseek_v3, no latent queries": {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 2},
+    "glm4_moe": GLM,
+    "glm4_moe, norms and biases": {**GLM, "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2},
 }
 
 
@@ -61,19 +70,20 @@ def test_tensors_and_sizes_are_those_of_transformers(tmp_path, name):
     assert num_parameters(arch) == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"])
 def test_keys_left_out_mean_what_they_mean_to_transformers(tmp_path, name):
     absent = {key: "left out" for key in MODELS[name] if name != "deepseek_v2" or key != "num_experts_per_tok"}
-    heads = {"num_attention_heads": 16, "hidden_size": 32} if name == "qwen2_moe" else {}
+    heads = {"num_attention_heads": 16, "hidden_size": 64} if not name.startswith("deepseek") else {}
     arch = load_architecture(write_config(tmp_path, name, **absent, **heads, num_key_value_heads="left out"))[1]
     config = AutoConfig.from_pretrained(tmp_path)
     experts, latent = arch.experts, arch.latent_attention
     assert arch.num_query_groups == (2 if latent else config.num_key_value_heads)
+    assert arch.partial_rotary_factor == config.rope_parameters.get("partial_rotary_factor", 1.0)
     assert arch.max_positions == config.max_position_embeddings
     assert experts.per_token == config.num_experts_per_tok
     assert experts.ffn_hidden_size == config.moe_intermediate_size
     assert experts.normalised == config.norm_topk_prob
-    if latent is None:
+    if name == "qwen2_moe":
         assert experts.number == config.num_experts
         assert experts.shared_ffn_hidden_size == config.shared_expert_intermediate_size
         return
@@ -81,8 +91,11 @@ def test_keys_left_out_mean_what_they_mean_to_transformers(tmp_path, name):
     assert experts.shared_ffn_hidden_size == config.n_shared_experts * config.moe_intermediate_size
     assert experts.dense_layers == set(range(config.first_k_dense_replace))
     assert experts.scaling == config.routed_scaling_factor
-    groups = ExpertGroups(config.n_group, config.topk_group, "sum") if config.n_group else None
+    groups = ExpertGroups(config.n_group, config.topk_group, "sum") if (config.n_group or 1) > 1 else None
     assert experts.groups == groups
+    if latent is None:
+        assert (arch.qk_norm, arch.qkv_bias, arch.norm_epsilon) == (False, False, config.rms_norm_eps)
+        return
     assert (latent.query_rank, latent.key_value_rank) == (config.q_lora_rank, config.kv_lora_rank)
     assert latent.unrotated_head_dim == config.qk_nope_head_dim
     assert latent.rotated_head_dim == config.qk_rope_head_dim
@@ -111,6 +124,9 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=true"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=true"),
+        ("glm4_moe", {"norm_topk_prob": False}, "glm4_moe with norm_topk_prob=false"),
+        ("glm4_moe", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 .*at most 1.0"),
+        ("glm4_moe", {"partial_rotary_factor": 0.1}, "has 0 dimensions, not an even number"),
     ],
 )
 def test_what_the_policy_does_not_compute_is_refused_by_name(tmp_path, name, changes, message):
@@ -120,12 +136,13 @@ def test_what_the_policy_does_not_compute_is_refused_by_name(tmp_path, name, cha
 
 def test_multi_token_prediction_layers_are_left_out_with_a_warning(tmp_path, caplog):
     """Layer 3 of a checkpoint whose config.json counts three layers stands for such a layer."""
-    for name in ("deepseek_v3", "deepseek_v2"):
+    for name in ("deepseek_v3", "glm4_moe", "deepseek_v2"):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(write_config(tmp_path, name))).save_pretrained(
             tmp_path
         )
         family, arch = load_architecture(write_config(tmp_path, name, num_hidden_layers=3))
-        if name == "deepseek_v3":
+        if name != "deepseek_v2":
+            caplog.clear()
             check_source(HfCheckpoint(tmp_path), family, arch)
             assert "tensors of layers beyond num_hidden_layers=3 (multi-token prediction) are left out" in caplog.text
         else:
