@@ -13,9 +13,14 @@ from dapo_mega.types import METRIC_PART
 
 
 class Section(BaseModel):
-    """Base of every configuration section: immutable, and unknown keys are errors."""
+    """Base of every configuration section: immutable, and unknown keys are errors. A key's docstring describes it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        for key in cls.model_fields.values():
+            key.description = " ".join(key.description.split()) if key.description else None
 
 
 def checked_function(given: str | None) -> str | None:
