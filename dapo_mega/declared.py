@@ -42,14 +42,16 @@ FunctionPath = Annotated[str, "function", AfterValidator(checked_function)]
 FunctionPathOrNone = Annotated[str | None, "function", AfterValidator(checked_function)]
 
 
+Better = Literal["higher", "lower", ""]
+"""The direction in which a metric's value improves, other things being equal; empty if neither does."""
+
+
 @dataclass(frozen=True)
 class Metric:
     """One metric, or a family of metrics whose name has a part in angle brackets.
 
-    `healthy` is empty if no value is good or bad in general. `members` gives the meaning of each value that the part
-    in angle brackets can have; without members the part is a whole number, or any name if it is called <name>.
-    `better` is the direction in which the value improves, other things being equal; empty if neither does. A histogram
-    shows how values are distributed; all others are one number per step.
+    `members` gives the meaning of each value that the part in angle brackets can have; without members the part is a
+    whole number, or any name if it is called <name>.
     """
 
     name: str
@@ -59,8 +61,7 @@ class Metric:
     warning: str = ""
     action: str = ""
     members: Mapping[str, str] = field(default_factory=dict)
-    better: Literal["higher", "lower", ""] = ""
-    is_histogram: bool = False
+    better: Better = ""
 
     @property
     def prefix(self) -> str:
