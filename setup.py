@@ -24,7 +24,7 @@ setup(
     version=VERSION,
     description="DAPO on Megatron-Core, the same code on a laptop's CPU and on a cluster",
     packages=find_packages(include=["dapo_mega", "dapo_mega.*"]),
-    package_data={"dapo_mega.samples": ["viewer/*"]},
+    package_data={"dapo_mega.samples": ["viewer/*"], "dapo_mega.metrics": ["tables.md"]},
     python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.11,<2.14",

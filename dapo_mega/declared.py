@@ -13,9 +13,14 @@ from dapo_mega.types import METRIC_PART
 
 
 class Section(BaseModel):
-    """Base of every configuration section: immutable, and unknown keys are errors."""
+    """Base of every configuration section: immutable, and unknown keys are errors. A key's docstring describes it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        for key in cls.model_fields.values():
+            key.description = " ".join(key.description.split()) if key.description else None
 
 
 def checked_function(given: str | None) -> str | None:
@@ -37,14 +42,16 @@ FunctionPath = Annotated[str, "function", AfterValidator(checked_function)]
 FunctionPathOrNone = Annotated[str | None, "function", AfterValidator(checked_function)]
 
 
+Better = Literal["higher", "lower", ""]
+"""The direction in which a metric's value improves, other things being equal; empty if neither does."""
+
+
 @dataclass(frozen=True)
 class Metric:
     """One metric, or a family of metrics whose name has a part in angle brackets.
 
-    `healthy` is empty if no value is good or bad in general. `members` gives the meaning of each value that the part
-    in angle brackets can have; without members the part is a whole number, or any name if it is called <name>.
-    `better` is the direction in which the value improves, other things being equal; empty if neither does. A histogram
-    shows how values are distributed; all others are one number per step.
+    `members` gives the meaning of each value that the part in angle brackets can have; without members the part is a
+    whole number, or any name if it is called <name>.
     """
 
     name: str
@@ -54,8 +61,7 @@ class Metric:
     warning: str = ""
     action: str = ""
     members: Mapping[str, str] = field(default_factory=dict)
-    better: Literal["higher", "lower", ""] = ""
-    is_histogram: bool = False
+    better: Better = ""
 
     @property
     def prefix(self) -> str:

@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: the list of rooms, the references of configuration keys and metrics.
+"""Write the generated parts of the documentation: the list of rooms, the reference of configuration keys and more.
 
 python tools/reference.py           # writes all of them
 python tools/reference.py --check   # names the outdated ones, and exits with 1 if there are any
@@ -11,19 +11,20 @@ import ast
 import re
 import sys
 import types
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from dapo_mega.algorithms.policy_losses import POLICY_LOSS_METRICS
 from dapo_mega.config import RunConfig, Section, SftConfig
 from dapo_mega.config.base import may_change_at_resume, section_in
 from dapo_mega.config.choices import kinds_of
 from dapo_mega.config.components import Component
 from dapo_mega.evaluation.benchmarks import benchmark_table
-from dapo_mega.metrics.catalogue.tables import metric_tables
+from dapo_mega.metrics.catalogue import METRIC_COLUMNS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "dapo_mega"
@@ -89,6 +90,9 @@ def _room(name: str) -> str:
 
 
 # The configuration keys -------------------------------------------------------------------------------------------
+
+
+_KEY_COLUMNS = ("key", "type", "default", "allowed", "at a resume", "what it does")
 
 
 def configuration_keys() -> str:
@@ -171,7 +175,9 @@ def _rows(kind: type[Section], prefix: str, root: type[Section], without: tuple[
         if is_section and not field.description:
             continue  # It has a table of its own.
         if not field.description:
-            raise ValueError(f"configuration key {name} has no description; give its Field of {kind.__name__} one")
+            raise ValueError(
+                f"configuration key {name} has no description; write one below its field of {kind.__name__}"
+            )
         changes = "may change" if may_change_at_resume(root, name) else "fixed"
         kind_text, allowed = "section" if is_section else _type_text(field.annotation), _allowed(field)
         if kinds and is_section:
@@ -191,8 +197,7 @@ def _other_defaults(fine_tuning: dict[type[Section], list[str]]) -> Iterator[lis
                 yield [*row[:2], f"`{_value_text(value)}`", *row[3:]]
 
 
-def _table(rows: list[list[str]]) -> str:
-    head = ["key", "type", "default", "allowed", "at a resume", "what it does"]
+def _table(rows: list[list[str]], head: Sequence[str] = _KEY_COLUMNS) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -259,12 +264,21 @@ def _value_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def metrics_of_losses() -> str:
+    """The rows of what policy losses declare, as all others stand in the page of metrics."""
+    rows = [
+        (f"`{m.name.removeprefix('policy/')}`", m.unit, m.better, m.meaning, m.healthy, m.warning, m.action)
+        for m in POLICY_LOSS_METRICS
+    ]
+    return _table([[cell or "–" for cell in row] for row in rows], METRIC_COLUMNS)
+
+
 # All of them ------------------------------------------------------------------------------------------------------
 
 PARTS = [
     GeneratedPart(PACKAGE / "README.md", "list of rooms", list_of_rooms),
     GeneratedPart(REPOSITORY / "configs" / "keys.md", "reference of configuration keys", configuration_keys),
-    GeneratedPart(PACKAGE / "metrics" / "tables.md", "tables of metrics", metric_tables),
+    GeneratedPart(PACKAGE / "metrics" / "tables.md", "metrics of policy losses", metrics_of_losses),
     GeneratedPart(REPOSITORY / "tools" / "evaluation.md", "table of benchmarks", benchmark_table),
 ]
 """Every generated part. To add one: a function that makes its text, a line here, and the two comments in its page."""

@@ -118,13 +118,10 @@ class GaeAdvantage(Advantage):
     """Generalized advantage estimates of a critic (PPO; see the section critic), from R."""
 
     kind: Literal["gae"] = "gae"
-    discount: float = Field(default=1.0, gt=0, le=1, description="gamma: how much less a reward counts a token later.")
-    decay: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        description="lambda: 1 takes the rewards that follow as they are, less trusts the critic's values more.",
-    )
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """gamma: how much less a reward counts a token later."""
+    decay: float = Field(default=1.0, ge=0, le=1)
+    """lambda: 1 takes the rewards that follow as they are, less trusts the critic's values more."""
 
     uses_critic: ClassVar[bool] = True
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
 
 from dapo_mega.algorithms.advantages import are_equal
 from dapo_mega.algorithms.made_up import made_up_groups
@@ -65,7 +64,8 @@ class ScoreThresholdFilter(GroupFilter):
     """Some responses score at least `threshold` and some less, for rewards that judge nothing right or wrong."""
 
     kind: Literal["score_threshold"] = "score_threshold"
-    threshold: float = Field(description="A response that scores at least this counts as right.")
+    threshold: float
+    """A response that scores at least this counts as right."""
 
     def passes(self, scored: ScoredTrajectory) -> bool:
         return scored.accuracy_reward >= self.threshold or are_equal([scored.accuracy_reward, self.threshold])

@@ -91,17 +91,13 @@ class CurriculumOrder(PromptOrder):
     """From easy to hard, by `columns.difficulty`."""
 
     kind: Literal["curriculum"] = "curriculum"
-    easiest: Literal["highest", "lowest"] = Field(
-        default="highest",
-        description="Which values of columns.difficulty are the easy ones. highest: a pass rate; lowest: a level of "
-        "difficulty.",
-    )
-    stages: tuple[float, ...] = Field(
-        default=(),
-        description="Values of columns.difficulty at which a new stage begins; within a stage prompts are shuffled. "
-        "Empty: every value is a stage.",
-    )
-    epochs: int = Field(default=1, ge=1, description="Epochs from easy to hard; later ones are shuffled.")
+    easiest: Literal["highest", "lowest"] = "highest"
+    """Which values of columns.difficulty are the easy ones. highest: a pass rate; lowest: a level of difficulty."""
+    stages: tuple[float, ...] = ()
+    """Values of columns.difficulty at which a new stage begins; within a stage prompts are shuffled. Empty: every value
+    is a stage."""
+    epochs: int = Field(default=1, ge=1)
+    """Epochs from easy to hard; later ones are shuffled."""
 
     needs_difficulty: ClassVar[bool] = True
 
@@ -121,13 +117,9 @@ class PrioritisedOrder(PromptOrder):
     """Prompts that the policy fails at come more often (Kimi k1.5, arXiv 2501.12599)."""
 
     kind: Literal["prioritised"] = "prioritised"
-    floor: float = Field(
-        default=0.1,
-        ge=0,
-        le=1,
-        description="A prompt is asked in proportion to 1 - success rate, but at least to this. 0: solved prompts "
-        "hardly ever come again.",
-    )
+    floor: float = Field(default=0.1, ge=0, le=1)
+    """A prompt is asked in proportion to 1 - success rate, but at least to this. 0: solved prompts hardly ever come
+    again."""
 
     needs_outcomes: ClassVar[bool] = True
 

@@ -19,14 +19,13 @@ _loaded: dict[tuple[str, str, tuple[str, ...]], partial[Any]] = {}
 class OwnCode(Section):
     """A function or class of your own in place of a built-in choice."""
 
-    kind: Literal["function"] = Field(default="function", description="function: code of your own.")
-    path: FunctionPath = Field(
-        description="FILE.py:NAME, relative to this file, or package.module:NAME. Every trainer process loads it. NAME "
-        "is a function, or a class that is made once with the settings and then called."
-    )
-    settings: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments of the function, beside what it is given."
-    )
+    kind: Literal["function"] = "function"
+    """function: code of your own."""
+    path: FunctionPath
+    """FILE.py:NAME, relative to this file, or package.module:NAME. Every trainer process loads it. NAME is a function,
+    or a class that is made once with the settings and then called."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function, beside what it is given."""
 
     key: ClassVar[str]
     """The key of the configuration under which the section stands."""

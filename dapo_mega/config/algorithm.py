@@ -32,127 +32,74 @@ class KlConfig(Section):
     As a loss term k1 has no gradient in expectation and only serves as a metric; k2 and k3 do have one.
     """
 
-    coefficient: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the KL penalty. 0: no penalty, and no reference model in memory. Raise it "
-        "(GRPO uses 0.04) where the policy must stay close to the starting model.",
-    )
-    estimator: KlKind = Field(
-        default="k3",
-        description="Formula of the KL per token, from the difference d = log p_reference - log p_policy. k1: -d; k2: "
-        "d^2 / 2; k3: exp(d) - d - 1. In a loss k1 has no gradient on average, so use k2 or k3; in the reward use k1.",
-    )
-    placement: KlPlacement = Field(
-        default="loss",
-        description="Where the penalty stands. loss: coefficient x KL is added to each token's loss; reward: it is "
-        "taken off each token's reward, measured with the weights that the step starts from.",
-    )
+    coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL penalty. 0: no penalty, and no reference model in memory. Raise it (GRPO uses 0.04) where the
+    policy must stay close to the starting model."""
+    estimator: KlKind = "k3"
+    """Formula of the KL per token, from the difference d = log p_reference - log p_policy. k1: -d; k2: d^2 / 2; k3:
+    exp(d) - d - 1. In a loss k1 has no gradient on average, so use k2 or k3; in the reward use k1."""
+    placement: KlPlacement = "loss"
+    """Where the penalty stands. loss: coefficient x KL is added to each token's loss; reward: it is taken off each
+    token's reward, measured with the weights that the step starts from."""
 
 
 class AlgorithmConfig(Section):
     """The policy-gradient objective. `preset` sets the defaults of the other keys."""
 
-    preset: Preset = Field(
-        default="dapo",
-        description="Published algorithm whose settings fill in the keys of this section that the file leaves out. "
-        "Keys that the file gives win.",
-    )
-    advantage: AdvantageChoice = Field(
-        default=GroupNormAdvantage(),
-        discriminator="kind",
-        description="Advantage of a response from the rewards R of its group.",
-    )
-    normalize_advantages: bool = Field(
-        default=False,
-        description="Subtract the mean of the advantages of all tokens of a step and divide by their standard "
-        "deviation (REINFORCE++). Equal advantages become 0.",
-    )
-    aggregation: AggregationKind = Field(
-        default="token_mean",
-        description="How token losses become one number. token_mean: every token of an update weighs the same; "
-        "sequence_mean_token_mean: mean of each response, then over responses; sequence_mean_token_sum: sum of each "
-        "response, then mean over responses; sequence_mean_constant: the same / rollout.max_response_tokens.",
-    )
-    policy_loss: PolicyLossChoice = Field(
-        default=ClipLoss(),
-        discriminator="kind",
-        description="The policy loss, which is minus the mean over tokens of what the kinds below say: r is the new / "
-        "old probability of a token, s that of its response, A the advantage and p the token's probability.",
-    )
-    old_policy: OldPolicy = Field(
-        default="step_start",
-        description="Whose probabilities are the old ones. step_start: the trainer's with the weights that the step "
-        "starts from, so that clipping starts at 1 also for stale tokens; engine: the engine's at sampling (no "
-        "correction by importance_cap is possible then).",
-    )
-    dynamic_sampling: bool = Field(
-        default=True,
-        description="Train only on groups with right and wrong responses (or what dynamic_sampling_on says), and "
-        "generate more until a step is full. Switch it off for smoke tests with a model that is always wrong: such a "
-        "run would end as starved.",
-    )
-    dynamic_sampling_on: FilterChoice = Field(
-        default=CorrectnessFilter(),
-        discriminator="kind",
-        description="What a group must have to be kept. Scores are rewards without length rewards.",
-    )
-    max_generation_rounds: int = Field(
-        default=10,
-        ge=1,
-        description="Generation rounds a step may take. If they leave too few usable groups, the run ends with exit "
-        "status 3. Raise it if few prompts are neither always right nor always wrong.",
-    )
-    max_staleness: int = Field(
-        default=1,
-        ge=0,
-        description="Steps a surplus group may wait in the buffer, and with rollout.schedule=asynchronous how far "
-        "engines may run ahead. 0 drops surplus at once. Higher wastes fewer "
-        "responses but trains on older ones.",
-    )
-    entropy_coefficient: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of an entropy bonus in the loss. The paper uses none; try 0.001 if entropy collapses. With "
-        "entropy_target it is the value at the start.",
-    )
-    entropy_target: float | None = Field(
-        default=None,
-        gt=0,
-        description="Entropy per token, in nats, that the bonus aims at: its weight rises by entropy_step after a step "
-        "below the target, falls after one above, and is 0 while the entropy is above. null: a constant weight.",
-    )
-    entropy_step: float = Field(
-        default=1e-4, gt=0, description="Change of the entropy bonus's weight per step, with entropy_target."
-    )
-    entropy_max: float | None = Field(
-        default=0.005,
-        gt=0,
-        description="The entropy bonus's weight rises no further than this, with entropy_target. null: no bound, as "
-        "before the key existed; a run from then that resumes is told.",
-    )
-    importance_cap: float | Literal["auto"] | None = Field(
-        default="auto",
-        description="Truncated importance sampling: each token's loss is weighted by its trainer / engine "
-        "probability, at most this. Corrects engines that compute a little differently. A number above 0; null: off; "
-        "auto: 2 if engine and trainer compute in different dtypes or the trainer in FP8, else off.",
-    )
-    importance_level: ImportanceLevel = Field(
-        default="token",
-        description="What importance_cap weighs. token: each token by its ratio; sequence: all tokens of a response "
-        "by the product of their ratios.",
-    )
-    token_mask: tuple[float, float] | None = Field(
-        default=None,
-        description="[low, high] with 0 <= low < 1 < high. A token whose trainer / engine probability is outside is "
-        "left out of the loss. null: off.",
-    )
-    sequence_mask: tuple[float, float] | Literal["auto"] | None = Field(
-        default="auto",
-        description="[low, high] with 0 <= low < 1 < high. A response whose geometric mean of trainer / engine "
-        "probability is outside is left out of the loss. null: off; auto: [0.5, 2] where importance_cap's auto is 2, "
-        "else off.",
-    )
+    preset: Preset = "dapo"
+    """Published algorithm whose settings fill in the keys of this section that the file leaves out. Keys that the file
+    gives win."""
+    advantage: AdvantageChoice = Field(default=GroupNormAdvantage(), discriminator="kind")
+    """Advantage of a response from the rewards R of its group."""
+    normalize_advantages: bool = False
+    """Subtract the mean of the advantages of all tokens of a step and divide by their standard deviation (REINFORCE++).
+    Equal advantages become 0."""
+    aggregation: AggregationKind = "token_mean"
+    """How token losses become one number. token_mean: every token of an update weighs the same;
+    sequence_mean_token_mean: mean of each response, then over responses; sequence_mean_token_sum: sum of each response,
+    then mean over responses; sequence_mean_constant: the same / rollout.max_response_tokens."""
+    policy_loss: PolicyLossChoice = Field(default=ClipLoss(), discriminator="kind")
+    """The policy loss, which is minus the mean over tokens of what the kinds below say: r is the new / old probability
+    of a token, s that of its response, A the advantage and p the token's probability."""
+    old_policy: OldPolicy = "step_start"
+    """Whose probabilities are the old ones. step_start: the trainer's with the weights that the step starts from, so
+    that clipping starts at 1 also for stale tokens; engine: the engine's at sampling (no correction by importance_cap
+    is possible then)."""
+    dynamic_sampling: bool = True
+    """Train only on groups with right and wrong responses (or what dynamic_sampling_on says), and generate more until a
+    step is full. Switch it off for smoke tests with a model that is always wrong: such a run would end as starved."""
+    dynamic_sampling_on: FilterChoice = Field(default=CorrectnessFilter(), discriminator="kind")
+    """What a group must have to be kept. Scores are rewards without length rewards."""
+    max_generation_rounds: int = Field(default=10, ge=1)
+    """Generation rounds a step may take. If they leave too few usable groups, the run ends with exit status 3. Raise it
+    if few prompts are neither always right nor always wrong."""
+    max_staleness: int = Field(default=1, ge=0)
+    """Steps a surplus group may wait in the buffer, and with rollout.schedule=asynchronous how far engines may run
+    ahead. 0 drops surplus at once. Higher wastes fewer responses but trains on older ones."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of an entropy bonus in the loss. The paper uses none; try 0.001 if entropy collapses. With entropy_target
+    it is the value at the start."""
+    entropy_target: float | None = Field(default=None, gt=0)
+    """Entropy per token, in nats, that the bonus aims at: its weight rises by entropy_step after a step below the
+    target, falls after one above, and is 0 while the entropy is above. null: a constant weight."""
+    entropy_step: float = Field(default=1e-4, gt=0)
+    """Change of the entropy bonus's weight per step, with entropy_target."""
+    entropy_max: float | None = Field(default=0.005, gt=0)
+    """The entropy bonus's weight rises no further than this, with entropy_target. null: no bound, as before the key
+    existed; a run from then that resumes is told."""
+    importance_cap: float | Literal["auto"] | None = "auto"
+    """Truncated importance sampling: each token's loss is weighted by its trainer / engine probability, at most this.
+    Corrects engines that compute a little differently. A number above 0; null: off; auto: 2 if engine and trainer
+    compute in different dtypes or the trainer in FP8, else off."""
+    importance_level: ImportanceLevel = "token"
+    """What importance_cap weighs. token: each token by its ratio; sequence: all tokens of a response by the product of
+    their ratios."""
+    token_mask: tuple[float, float] | None = None
+    """[low, high] with 0 <= low < 1 < high. A token whose trainer / engine probability is outside is left out of the
+    loss. null: off."""
+    sequence_mask: tuple[float, float] | Literal["auto"] | None = "auto"
+    """[low, high] with 0 <= low < 1 < high. A response whose geometric mean of trainer / engine probability is outside
+    is left out of the loss. null: off; auto: [0.5, 2] where importance_cap's auto is 2, else off."""
     kl: KlConfig = KlConfig()
 
     @model_validator(mode="before")

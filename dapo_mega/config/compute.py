@@ -13,30 +13,17 @@ from dapo_mega.config.model import ModelConfig
 class Fp8Config(Section):
     """FP8 matrix products of Transformer Engine (Hopper and newer)."""
 
-    scaling: Literal["none", "delayed", "tensorwise", "blockwise"] = Field(
-        default="none",
-        description="How FP8 scaling factors are computed: from earlier updates (delayed), per tensor or per block. "
-        "none: no FP8, matrix products are in model.dtype. FP8 needs Hopper GPUs or newer and Transformer Engine.",
-    )
-    format: Literal["hybrid", "e4m3"] = Field(
-        default="hybrid",
-        description="Number format. hybrid: gradients in E5M2, which has the larger range, all else in E4M3; e4m3: "
-        "all in E4M3.",
-    )
-    params: bool = Field(
-        default=False,
-        description="Keep and gather the weights in FP8, which saves memory and traffic. The optimizer keeps fp32 "
-        "copies.",
-    )
-    bf16_layers_at_ends: int = Field(
-        default=0,
-        ge=0,
-        description="Layers at each end of the model that stay in bf16 (not with delayed scaling). Raise it if FP8 is "
-        "unstable.",
-    )
-    amax_history: int = Field(
-        default=1024, ge=1, description="Delayed scaling: updates whose largest values set the scaling factors."
-    )
+    scaling: Literal["none", "delayed", "tensorwise", "blockwise"] = "none"
+    """How FP8 scaling factors are computed: from earlier updates (delayed), per tensor or per block. none: no FP8,
+    matrix products are in model.dtype. FP8 needs Hopper GPUs or newer and Transformer Engine."""
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """Number format. hybrid: gradients in E5M2, which has the larger range, all else in E4M3; e4m3: all in E4M3."""
+    params: bool = False
+    """Keep and gather the weights in FP8, which saves memory and traffic. The optimizer keeps fp32 copies."""
+    bf16_layers_at_ends: int = Field(default=0, ge=0)
+    """Layers at each end of the model that stay in bf16 (not with delayed scaling). Raise it if FP8 is unstable."""
+    amax_history: int = Field(default=1024, ge=1)
+    """Delayed scaling: updates whose largest values set the scaling factors."""
 
     @property
     def enabled(self) -> bool:
@@ -64,20 +51,12 @@ class MoeConfig(Section):
     split.
     """
 
-    aux_loss_coefficient: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the loss that balances the load over experts. Raise it if few experts get most tokens.",
-    )
-    z_loss_coefficient: float = Field(
-        default=0.0, ge=0, description="Weight of the loss that keeps the router's logits small."
-    )
-    router_bias_update_rate: float = Field(
-        default=0.0,
-        ge=0,
-        description="Change per update of the router's balancing bias, which only DeepSeek-V3 has. 0: it stays as it "
-        "is.",
-    )
+    aux_loss_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the loss that balances the load over experts. Raise it if few experts get most tokens."""
+    z_loss_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the loss that keeps the router's logits small."""
+    router_bias_update_rate: float = Field(default=0.0, ge=0)
+    """Change per update of the router's balancing bias, which only DeepSeek-V3 has. 0: it stays as it is."""
 
 
 class ComputeConfig(Section):
@@ -85,55 +64,27 @@ class ComputeConfig(Section):
 
     fp8: Fp8Config = Fp8Config()
     moe: MoeConfig = MoeConfig()
-    fused_output_layer: bool = Field(
-        json_schema_extra=FREE,
-        default=True,
-        description="Compute log-probs and entropy a chunk of tokens at a time, so that the logits of a whole "
-        "micro-batch never exist. Costs one more product of the output layer; switch it off only to compare.",
-    )
-    recompute: Literal["none", "selective", "full"] = Field(
-        json_schema_extra=FREE,
-        default="none",
-        description="Activations that the backward pass computes again instead of keeping them. none: nothing; "
-        "selective: those of recompute_modules; full: whole layers. More saves memory and costs time.",
-    )
+    fused_output_layer: bool = Field(default=True, json_schema_extra=FREE)
+    """Compute log-probs and entropy a chunk of tokens at a time, so that the logits of a whole micro-batch never exist.
+    Costs one more product of the output layer; switch it off only to compare."""
+    recompute: Literal["none", "selective", "full"] = Field(default="none", json_schema_extra=FREE)
+    """Activations that the backward pass computes again instead of keeping them. none: nothing; selective: those of
+    recompute_modules; full: whole layers. More saves memory and costs time."""
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...] = Field(
-        json_schema_extra=FREE,
-        default=("core_attn",),
-        description="Modules whose activations selective recompute does not keep. mlp saves most in a dense model, "
-        "moe in a mixture of experts.",
+        default=("core_attn",), json_schema_extra=FREE
     )
-    recompute_layers: int = Field(
-        json_schema_extra=FREE,
-        default=1,
-        ge=1,
-        description="Full recompute: layers between two kept activations. More saves memory.",
-    )
-    overlap_grad_reduce: bool = Field(
-        json_schema_extra=FREE,
-        default=False,
-        description="Reduce gradients over data-parallel ranks during the backward pass. Switch it on with several "
-        "GPUs.",
-    )
-    overlap_param_gather: bool = Field(
-        json_schema_extra=FREE,
-        default=False,
-        description="Gather weights from the distributed optimizer during the next forward pass. Needs "
-        "overlap_grad_reduce.",
-    )
-    optimizer_offload: float = Field(
-        json_schema_extra=FREE,
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Share of the optimizer's state kept and updated in host memory. Raise it when GPU memory is "
-        "short.",
-    )
-    deterministic: bool = Field(
-        json_schema_extra=FREE,
-        default=False,
-        description="Use only algorithms that give the same bits every time. Slower; for comparing runs.",
-    )
+    """Modules whose activations selective recompute does not keep. mlp saves most in a dense model, moe in a mixture of
+    experts."""
+    recompute_layers: int = Field(default=1, ge=1, json_schema_extra=FREE)
+    """Full recompute: layers between two kept activations. More saves memory."""
+    overlap_grad_reduce: bool = Field(default=False, json_schema_extra=FREE)
+    """Reduce gradients over data-parallel ranks during the backward pass. Switch it on with several GPUs."""
+    overlap_param_gather: bool = Field(default=False, json_schema_extra=FREE)
+    """Gather weights from the distributed optimizer during the next forward pass. Needs overlap_grad_reduce."""
+    optimizer_offload: float = Field(default=0.0, ge=0, le=1, json_schema_extra=FREE)
+    """Share of the optimizer's state kept and updated in host memory. Raise it when GPU memory is short."""
+    deterministic: bool = Field(default=False, json_schema_extra=FREE)
+    """Use only algorithms that give the same bits every time. Slower; for comparing runs."""
 
     @model_validator(mode="after")
     def _check(self) -> ComputeConfig:

@@ -20,31 +20,18 @@ class ColumnsConfig(Section):
     """Where a dataset keeps its fields; dots reach into nested records (`reward_model.ground_truth`). The other columns
     of a row stay with its prompt for rewards."""
 
-    prompt: str = Field(
-        default="prompt", description="Column of the problem: text, or a list of {role, content} messages."
-    )
-    ground_truth: str = Field(
-        default="reward_model.ground_truth",
-        description="Column of the right answer: text, a number, or a list of them. ground_truth_style says its form.",
-    )
-    data_source: str | None = Field(
-        default=None,
-        json_schema_extra=FREE,
-        description="Column that says where a row comes from, for rewards; null: data_source. A row may lack it.",
-    )
-    extra: tuple[str, ...] | None = Field(
-        default=None,
-        json_schema_extra=FREE,
-        description="Other columns that stay with a prompt, for rewards; null: all. Name few where rows are large.",
-    )
-    difficulty: str | None = Field(
-        default=None,
-        description="Column of a number that says how hard a problem is, such as a pass rate; for "
-        "data.sampling.order=curriculum.",
-    )
-    response: str = Field(
-        default="response", description="Column of the response to imitate; only supervised training reads it."
-    )
+    prompt: str = "prompt"
+    """Column of the problem: text, or a list of {role, content} messages."""
+    ground_truth: str = "reward_model.ground_truth"
+    """Column of the right answer: text, a number, or a list of them. ground_truth_style says its form."""
+    data_source: str | None = Field(default=None, json_schema_extra=FREE)
+    """Column that says where a row comes from, for rewards; null: data_source. A row may lack it."""
+    extra: tuple[str, ...] | None = Field(default=None, json_schema_extra=FREE)
+    """Other columns that stay with a prompt, for rewards; null: all. Name few where rows are large."""
+    difficulty: str | None = None
+    """Column of a number that says how hard a problem is, such as a pass rate; for data.sampling.order=curriculum."""
+    response: str = "response"
+    """Column of the response to imitate; only supervised training reads it."""
 
     @model_validator(mode="after")
     def _check(self) -> ColumnsConfig:
@@ -60,74 +47,52 @@ class SourceConfig(Section):
     """Where rows are read: a file (parquet, JSON, JSONL, arrow, CSV), a folder of such files, or a Hugging Face
     name."""
 
-    path: HubPath = Field(
-        json_schema_extra=FREE,
-        description="File (parquet, JSON, JSONL, arrow, CSV), folder of such files, or name of a Hugging Face dataset, "
-        "with :configuration where it has several (openai/gsm8k:main).",
-    )
-    split: str = Field(
-        default="train",
-        description="Split of a Hugging Face dataset, of a folder whose file names begin with splits "
-        "(test-0.parquet), or of a JSON file with one list per split.",
-    )
+    path: HubPath = Field(json_schema_extra=FREE)
+    """File (parquet, JSON, JSONL, arrow, CSV), folder of such files, or name of a Hugging Face dataset, with
+    :configuration where it has several (openai/gsm8k:main)."""
+    split: str = "train"
+    """Split of a Hugging Face dataset, of a folder whose file names begin with splits (test-0.parquet), or of a JSON
+    file with one list per split."""
     columns: ColumnsConfig = ColumnsConfig()
-    ground_truth_style: Literal["verbatim", "boxed", "gsm8k", "unchecked"] = Field(
-        default="verbatim",
-        description="Form of the ground-truth column. verbatim: the answer alone; gsm8k: the answer after ####; "
-        "boxed: the answer in the last \\boxed{}; unchecked: whatever a reward reads, such as unit tests.",
-    )
-    several_answers: Literal["all", "any"] = Field(
-        default="all",
-        description="What a list in the ground-truth column means. all: its values together are the answer; any: each "
-        "of them is right by itself.",
-    )
-    max_rows: int | None = Field(
-        default=None, ge=1, description="Rows that are read at most, before deduplication; null: all. For quick tries."
-    )
+    ground_truth_style: Literal["verbatim", "boxed", "gsm8k", "unchecked"] = "verbatim"
+    r"""Form of the ground-truth column. verbatim: the answer alone; gsm8k: the answer after ####; boxed: the answer in
+    the last \boxed{}; unchecked: whatever a reward reads, such as unit tests."""
+    several_answers: Literal["all", "any"] = "all"
+    """What a list in the ground-truth column means. all: its values together are the answer; any: each of them is right
+    by itself."""
+    max_rows: int | None = Field(default=None, ge=1)
+    """Rows that are read at most, before deduplication; null: all. For quick tries."""
 
 
 class DatasetConfig(SourceConfig):
     """One dataset: a file (parquet, JSON, JSONL, arrow, CSV), a folder of such files, or a Hugging Face name."""
 
-    template: str = Field(
-        default="dapo",
-        description="Instruction around the problem: dapo, qwen_math, r1, or a text of your own with {problem} in it. "
-        "as_is adds nothing, as prompts hold their instruction already, as in DAPO-Math-17k; bare (also none) adds "
-        "nothing, as none is wanted.",
-    )
-    chat_template: bool = Field(
-        default=False,
-        description="Put the messages through the tokenizer's chat template. Switch it on for instruction-tuned "
-        "models.",
-    )
-    deduplicate: bool = Field(
-        default=True, description="Keep the first row of each distinct prompt; the public DAPO-Math-17k repeats each."
-    )
+    template: str = "dapo"
+    """Instruction around the problem: dapo, qwen_math, r1, or a text of your own with {problem} in it. as_is adds
+    nothing, as prompts hold their instruction already, as in DAPO-Math-17k; bare (also none) adds nothing, as none is
+    wanted."""
+    chat_template: bool = False
+    """Put the messages through the tokenizer's chat template. Switch it on for instruction-tuned models."""
+    deduplicate: bool = True
+    """Keep the first row of each distinct prompt; the public DAPO-Math-17k repeats each."""
 
 
 class MixedDatasetConfig(DatasetConfig):
     """One of several datasets to train on: the keys of `data.train`, and its weight."""
 
-    weight: float = Field(
-        default=1.0,
-        gt=0,
-        description="Its part of the prompts that are asked, in proportion to the other weights. Give the sizes of the "
-        "datasets to ask each prompt equally often.",
-    )
+    weight: float = Field(default=1.0, gt=0)
+    """Its part of the prompts that are asked, in proportion to the other weights. Give the sizes of the datasets to ask
+    each prompt equally often."""
 
 
 class PromptSamplingConfig(Section):
     """The order in which training asks its prompts, for each dataset by itself."""
 
-    order: OrderChoice = Field(
-        default=ShuffleOrder(), discriminator="kind", description="The order of an epoch's prompts."
-    )
-    retire_after: int | None = Field(
-        default=None,
-        ge=1,
-        description="Leave a prompt out once all its responses were right this many times in a row, which are epochs "
-        "unless order=prioritised; null: never. One step's prompts always stay.",
-    )
+    order: OrderChoice = Field(default=ShuffleOrder(), discriminator="kind")
+    """The order of an epoch's prompts."""
+    retire_after: int | None = Field(default=None, ge=1)
+    """Leave a prompt out once all its responses were right this many times in a row, which are epochs unless
+    order=prioritised; null: never. One step's prompts always stay."""
 
     @property
     def needs_outcomes(self) -> bool:
@@ -146,27 +111,18 @@ _DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 class DataConfig(Section):
     """Prompts for training and evaluation."""
 
-    train: DatasetConfig | None = Field(
-        default=None, description="Prompts to train on; keys below. This or mixture is needed."
-    )
-    mixture: dict[str, MixedDatasetConfig] = Field(
-        default={}, description="Several datasets to train on, by names of yours, in place of train; keys below."
-    )
+    train: DatasetConfig | None = None
+    """Prompts to train on; keys below. This or mixture is needed."""
+    mixture: dict[str, MixedDatasetConfig] = Field(default={})
+    """Several datasets to train on, by names of yours, in place of train; keys below."""
     sampling: PromptSamplingConfig = PromptSamplingConfig()
-    evaluation: DatasetConfig | None = Field(
-        default=None, description="Held-out prompts, needed by the section evaluation; the same keys."
-    )
-    max_prompt_tokens: int = Field(
-        default=2048,
-        ge=1,
-        description="Longest prompt in tokens, template included. Lower is better for memory; see the longest of your "
-        "data.",
-    )
-    long_prompts: Literal["refuse", "drop"] = Field(
-        default="refuse",
-        description="What to do with a prompt over max_prompt_tokens. refuse: end with an error that names it; drop: "
-        "leave it out and count it.",
-    )
+    evaluation: DatasetConfig | None = None
+    """Held-out prompts, needed by the section evaluation; the same keys."""
+    max_prompt_tokens: int = Field(default=2048, ge=1)
+    """Longest prompt in tokens, template included. Lower is better for memory; see the longest of your data."""
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+    """What to do with a prompt over max_prompt_tokens. refuse: end with an error that names it; drop: leave it out and
+    count it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -225,6 +181,5 @@ class SftDataConfig(Section):
     """Demonstrations for supervised training."""
 
     train: DatasetConfig
-    max_tokens: int = Field(
-        default=2048, ge=2, description="Longest prompt + response in tokens; a longer row ends the run with its place."
-    )
+    max_tokens: int = Field(default=2048, ge=2)
+    """Longest prompt + response in tokens; a longer row ends the run with its place."""

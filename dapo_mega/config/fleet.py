@@ -17,45 +17,27 @@ _MIN_KEY_LENGTH = 16
 class FleetConfig(Section):
     """SGLang engines behind HTTP. Every call carries the API key; times are in seconds."""
 
-    urls: tuple[str, ...] = Field(
-        default=(),
-        description="URLs of running engines, such as http://10.0.0.7:30000: a list, or text with commas. Give it or "
-        "rendezvous.",
-    )
-    rendezvous: str | None = Field(
-        default=None,
-        description="host:port on which rank 0 listens for engines that launch/serve_rollouts.py starts; host is an "
-        "address of rank 0's machine. Choose a port that neither engines (22000 to 30000 and some above) nor the "
-        "system (on Linux from 32768) use, such as 21600.",
-    )
-    api_key_env: str = Field(
-        default="DAPO_MEGA_API_KEY",
-        description="Name of the environment variable that holds the API key, the same for trainer and engines.",
-    )
-    min_engines: int = Field(
-        default=1,
-        ge=1,
-        description="The run waits while fewer engines than this are healthy. Set it to all you start, or a few less.",
-    )
-    wait_limit_s: float = Field(
-        default=3600.0, gt=0, description="Seconds the run waits for min_engines before it ends with exit status 4."
-    )
-    requests_per_engine: int = Field(
-        default=256,
-        ge=1,
-        description="Requests in flight on one engine at most. Lower it if engines run out of cache, raise it for "
-        "small models.",
-    )
-    request_timeout_s: float = Field(
-        default=3600.0, gt=0, description="Seconds one attempt at a response may take. Raise it for long responses."
-    )
-    heartbeat_s: float = Field(default=5.0, gt=0, description="Seconds between two health probes of an engine.")
-    hung_after_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="Seconds without an answer to a probe after which an engine counts as hung and its requests move "
-        "to others. Larger than heartbeat_s.",
-    )
+    urls: tuple[str, ...] = ()
+    """URLs of running engines, such as http://10.0.0.7:30000: a list, or text with commas. Give it or rendezvous."""
+    rendezvous: str | None = None
+    """host:port on which rank 0 listens for engines that launch/serve_rollouts.py starts; host is an address of rank
+    0's machine. Choose a port that neither engines (22000 to 30000 and some above) nor the system (on Linux from 32768)
+    use, such as 21600."""
+    api_key_env: str = "DAPO_MEGA_API_KEY"
+    """Name of the environment variable that holds the API key, the same for trainer and engines."""
+    min_engines: int = Field(default=1, ge=1)
+    """The run waits while fewer engines than this are healthy. Set it to all you start, or a few less."""
+    wait_limit_s: float = Field(default=3600.0, gt=0)
+    """Seconds the run waits for min_engines before it ends with exit status 4."""
+    requests_per_engine: int = Field(default=256, ge=1)
+    """Requests in flight on one engine at most. Lower it if engines run out of cache, raise it for small models."""
+    request_timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds one attempt at a response may take. Raise it for long responses."""
+    heartbeat_s: float = Field(default=5.0, gt=0)
+    """Seconds between two health probes of an engine."""
+    hung_after_s: float = Field(default=60.0, gt=0)
+    """Seconds without an answer to a probe after which an engine counts as hung and its requests move to others. Larger
+    than heartbeat_s."""
 
     @field_validator("urls", mode="before")
     @classmethod

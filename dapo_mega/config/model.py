@@ -13,24 +13,13 @@ from dapo_mega.config.paths import LocalPath, LocalPathOrNone
 class ModelConfig(Section):
     """Which policy to train."""
 
-    path: LocalPath = Field(
-        json_schema_extra=FREE,
-        description="Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer. Training starts "
-        "from it.",
-    )
-    architecture: LocalPathOrNone = Field(
-        json_schema_extra=FREE,
-        default=None,
-        description="A config.json with the model's sizes, for --dry-run and plan_run where model.path is not on this "
-        "machine. Training does not read it.",
-    )
-    dtype: Literal["fp32", "bf16"] = Field(
-        default="bf16",
-        description="Number format of weights and activations; the optimizer keeps fp32. fp32 for CPUs and "
-        "comparisons.",
-    )
-    layer_implementation: Literal["auto", "local", "transformer_engine"] = Field(
-        default="auto",
-        description="Layers of the policy. local: Megatron's in torch; transformer_engine: for GPUs; auto: "
-        "Transformer Engine if it is installed and there is a GPU, else local.",
-    )
+    path: LocalPath = Field(json_schema_extra=FREE)
+    """Folder with a Hugging Face checkpoint: config.json, *.safetensors, tokenizer. Training starts from it."""
+    architecture: LocalPathOrNone = Field(default=None, json_schema_extra=FREE)
+    """A config.json with the model's sizes, for --dry-run and plan_run where model.path is not on this machine.
+    Training does not read it."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Number format of weights and activations; the optimizer keeps fp32. fp32 for CPUs and comparisons."""
+    layer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers of the policy. local: Megatron's in torch; transformer_engine: for GPUs; auto: Transformer Engine if it is
+    installed and there is a GPU, else local."""

@@ -10,37 +10,23 @@ from dapo_mega.config.base import Section, divisors
 class ParallelConfig(Section):
     """Megatron's parallel layout. The data-parallel size is the world size divided by the other sizes."""
 
-    tensor: int = Field(
-        default=1,
-        ge=1,
-        description="GPUs that share each layer's matrices; keep it within a machine. Raise it when out of memory.",
-    )
-    pipeline: int = Field(
-        default=1,
-        ge=1,
-        description="Pipeline stages: groups of GPUs that hold consecutive layers. For models too large for one "
-        "machine.",
-    )
-    virtual_pipeline: int = Field(
-        default=1,
-        ge=1,
-        description="Model chunks per pipeline stage. 2 or more interleaves them: less idle time, more communication.",
-    )
-    context: int = Field(
-        default=1, ge=1, description="GPUs that share the tokens of each sequence. For long responses."
-    )
-    expert: int = Field(default=1, ge=1, description="GPUs that share the experts of a mixture of experts.")
-    expert_tensor: int = Field(default=1, ge=1, description="GPUs that share each expert's matrices: 1 or tensor.")
-    sequence: bool = Field(
-        default=False,
-        description="Share activations over the tensor-parallel GPUs too. Saves memory; needs tensor >= 2.",
-    )
-    world_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of trainer processes (GPUs) that the file is made for. --dry-run and plan_run use it, and "
-        "torchrun must start as many; null: any.",
-    )
+    tensor: int = Field(default=1, ge=1)
+    """GPUs that share each layer's matrices; keep it within a machine. Raise it when out of memory."""
+    pipeline: int = Field(default=1, ge=1)
+    """Pipeline stages: groups of GPUs that hold consecutive layers. For models too large for one machine."""
+    virtual_pipeline: int = Field(default=1, ge=1)
+    """Model chunks per pipeline stage. 2 or more interleaves them: less idle time, more communication."""
+    context: int = Field(default=1, ge=1)
+    """GPUs that share the tokens of each sequence. For long responses."""
+    expert: int = Field(default=1, ge=1)
+    """GPUs that share the experts of a mixture of experts."""
+    expert_tensor: int = Field(default=1, ge=1)
+    """GPUs that share each expert's matrices: 1 or tensor."""
+    sequence: bool = False
+    """Share activations over the tensor-parallel GPUs too. Saves memory; needs tensor >= 2."""
+    world_size: int | None = Field(default=None, ge=1)
+    """Number of trainer processes (GPUs) that the file is made for. --dry-run and plan_run use it, and torchrun must
+    start as many; null: any."""
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:

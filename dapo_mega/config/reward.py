@@ -26,114 +26,61 @@ class RewardConfig(Section):
     """The reward: by default rule reward and overlong shaping (DAPO section 2.4, 3.4); a function of your own, or a
     weighted sum of components, takes the place of the rule."""
 
-    function: FunctionPathOrNone = Field(
-        default=None,
-        json_schema_extra=FREE,
-        description="A reward function of your own in place of the rule: FILE.py:NAME or package.module:NAME. It takes "
-        "a list of records and returns a score for each.",
-    )
-    components: tuple[Component, ...] = Field(
-        default=(),
-        description="Rewards whose weighted sum takes the place of the rule: a list of {kind, weight, name, ...}; "
-        "kinds and their keys are below.",
-    )
-    correct_from: str | None = Field(
-        default=None,
-        description="Name of the component that decides which responses are correct. null: the only one that always "
-        "does (answer), or else the only one that can.",
-    )
-    source: Literal["verifier", "random"] = Field(
-        default="verifier",
-        description="What judges a response. verifier: compares its answer with the ground truth; random: a fair "
-        "coin, a control that must not learn; set overlong_punishment=false, as the punished length would be. Without "
-        "function and components only, as the next four.",
-    )
-    extraction: Extraction = Field(
-        default="dapo",
-        description="Where a response's answer is. dapo: last 'Answer: ...' of its last 300 characters; boxed: last "
-        "\\boxed{}; r1: last <answer></answer>; gsm8k: after the last ####; auto: whatever a response without a "
-        "format states last; none: the whole response. It must be what data.*.template asks for.",
-    )
-    numeric_tolerance: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Numbers count as equal that differ from the right one by at most this share of it; 0: exactly. "
-        "0.01 is usual for science, where answers are rounded.",
-    )
-    correct: float = Field(default=1.0, description="Reward of a right answer; larger than incorrect.")
-    incorrect: float = Field(default=-1.0, description="Reward of a wrong or missing answer.")
-    overlong_punishment: bool = Field(
-        default=True,
-        description="Take up to 1 off the reward of a response that comes close to rollout.max_response_tokens. "
-        "Switch it off for plain GRPO. With function or components it is off unless given.",
-    )
-    overlong_cache_tokens: int = Field(
-        default=4096,
-        ge=1,
-        description="The punishment grows from 0 to 1 over the last this many tokens before max_response_tokens, which "
-        "it must not exceed. A fifth of max_response_tokens is usual.",
-    )
-    overlong_filtering: bool = Field(
-        default=False, description="Leave truncated responses out of the loss. They still count in their group."
-    )
-    length_weight: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of Kimi k1.5's length reward, which compares the responses of a group: up to half of it "
-        "more for short right answers, up to half of it less for long ones. 0: off.",
-    )
-    length_phase_in: tuple[int, int] = Field(
-        default=(0, 0),
-        description="[first, last]: the length reward's weight grows from 0 at the first of these steps to "
-        "length_weight at the last. Right answers first, then short ones.",
-    )
-    num_workers: int = Field(
-        json_schema_extra=FREE,
-        default=2,
-        ge=1,
-        description="Processes that compare answers by computer algebra, and as many that call a reward function. "
-        "Raise it if reward/num_timeout grows.",
-    )
-    time_limit_s: float = Field(
-        default=5.0,
-        gt=0,
-        description="Processor time of one comparison in seconds; the answer counts as wrong after that. All of a "
-        "step that exceed it may cost three such limits for each process.",
-    )
-    call_time_limit_s: float = Field(
-        default=60.0,
-        gt=0,
-        json_schema_extra=FREE,
-        description="Seconds one call of a reward function may take; its process is ended after that.",
-    )
-    call_responses: int = Field(
-        default=64,
-        ge=1,
-        json_schema_extra=FREE,
-        description="Responses that a reward function gets in one call, at most.",
-    )
-    memory_limit_mib: int = Field(
-        default=4096,
-        ge=64,
-        json_schema_extra=FREE,
-        description="MiB that a process of a reward function may take on top of what it has when the function is "
-        "imported.",
-    )
-    retries: int = Field(
-        default=2,
-        ge=0,
-        json_schema_extra=FREE,
-        description="Further attempts at responses that a reward failed to score. A reward function is then called for "
-        "each of them alone. A response that stays without a score drops its group.",
-    )
-    max_failed_share: float = Field(
-        default=0.1,
-        ge=0,
-        le=1,
-        json_schema_extra=FREE,
-        description="The run ends when more than this share of a step's responses could not be scored.",
-    )
+    function: FunctionPathOrNone = Field(default=None, json_schema_extra=FREE)
+    """A reward function of your own in place of the rule: FILE.py:NAME or package.module:NAME. It takes a list of
+    records and returns a score for each."""
+    components: tuple[Component, ...] = ()
+    """Rewards whose weighted sum takes the place of the rule: a list of {kind, weight, name, ...}; kinds and their keys
+    are below."""
+    correct_from: str | None = None
+    """Name of the component that decides which responses are correct. null: the only one that always does (answer), or
+    else the only one that can."""
+    source: Literal["verifier", "random"] = "verifier"
+    """What judges a response. verifier: compares its answer with the ground truth; random: a fair coin, a control that
+    must not learn; set overlong_punishment=false, as the punished length would be. Without function and components
+    only, as the next four."""
+    extraction: Extraction = "dapo"
+    r"""Where a response's answer is. dapo: last 'Answer: ...' of its last 300 characters; boxed: last \boxed{}; r1:
+    last <answer></answer>; gsm8k: after the last ####; auto: whatever a response without a format states last; none:
+    the whole response. It must be what data.*.template asks for."""
+    numeric_tolerance: float = Field(default=0.0, ge=0, lt=1)
+    """Numbers count as equal that differ from the right one by at most this share of it; 0: exactly. 0.01 is usual for
+    science, where answers are rounded."""
+    correct: float = 1.0
+    """Reward of a right answer; larger than incorrect."""
+    incorrect: float = -1.0
+    """Reward of a wrong or missing answer."""
+    overlong_punishment: bool = True
+    """Take up to 1 off the reward of a response that comes close to rollout.max_response_tokens. Switch it off for
+    plain GRPO. With function or components it is off unless given."""
+    overlong_cache_tokens: int = Field(default=4096, ge=1)
+    """The punishment grows from 0 to 1 over the last this many tokens before max_response_tokens, which it must not
+    exceed. A fifth of max_response_tokens is usual."""
+    overlong_filtering: bool = False
+    """Leave truncated responses out of the loss. They still count in their group."""
+    length_weight: float = Field(default=0.0, ge=0)
+    """Weight of Kimi k1.5's length reward, which compares the responses of a group: up to half of it more for short
+    right answers, up to half of it less for long ones. 0: off."""
+    length_phase_in: tuple[int, int] = (0, 0)
+    """[first, last]: the length reward's weight grows from 0 at the first of these steps to length_weight at the last.
+    Right answers first, then short ones."""
+    num_workers: int = Field(default=2, ge=1, json_schema_extra=FREE)
+    """Processes that compare answers by computer algebra, and as many that call a reward function. Raise it if
+    reward/num_timeout grows."""
+    time_limit_s: float = Field(default=5.0, gt=0)
+    """Processor time of one comparison in seconds; the answer counts as wrong after that. All of a step that exceed it
+    may cost three such limits for each process."""
+    call_time_limit_s: float = Field(default=60.0, gt=0, json_schema_extra=FREE)
+    """Seconds one call of a reward function may take; its process is ended after that."""
+    call_responses: int = Field(default=64, ge=1, json_schema_extra=FREE)
+    """Responses that a reward function gets in one call, at most."""
+    memory_limit_mib: int = Field(default=4096, ge=64, json_schema_extra=FREE)
+    """MiB that a process of a reward function may take on top of what it has when the function is imported."""
+    retries: int = Field(default=2, ge=0, json_schema_extra=FREE)
+    """Further attempts at responses that a reward failed to score. A reward function is then called for each of them
+    alone. A response that stays without a score drops its group."""
+    max_failed_share: float = Field(default=0.1, ge=0, le=1, json_schema_extra=FREE)
+    """The run ends when more than this share of a step's responses could not be scored."""
 
     @model_validator(mode="before")
     @classmethod

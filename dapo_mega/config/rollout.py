@@ -17,79 +17,40 @@ Schedule = Literal["synchronous", "partial", "asynchronous"]
 class RolloutConfig(Section):
     """How responses are generated during training."""
 
-    placement: Literal["embedded", "fleet", "colocated"] = Field(
-        default="embedded",
-        description="What generates. embedded: transformers in the trainer's processes, for CPUs and tests; fleet: "
-        "SGLang engines on GPUs or machines of their own; colocated: SGLang engines on the trainer's GPUs, asleep "
-        "while the policy trains.",
-    )
+    placement: Literal["embedded", "fleet", "colocated"] = "embedded"
+    """What generates. embedded: transformers in the trainer's processes, for CPUs and tests; fleet: SGLang engines on
+    GPUs or machines of their own; colocated: SGLang engines on the trainer's GPUs, asleep while the policy trains."""
     fleet: FleetConfig = Field(default=FleetConfig(), json_schema_extra=FREE)
-    dtype: Literal["fp32", "bf16", "fp8", "policy"] = Field(
-        default="policy",
-        description="Number format in which engines compute; policy: model.dtype. An engine with another one is "
-        "refused.",
-    )
-    temperature: float = Field(
-        default=1.0,
-        gt=0,
-        description="Sampling temperature in training. Leave it at 1 unless entropy is far too low or high.",
-    )
-    top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Sample from the likeliest tokens that hold this share of the probability. 1: from all. Below 1 "
-        "the trainer's probabilities are not those sampled from.",
-    )
-    top_k: int = Field(
-        default=0,
-        ge=0,
-        description="Sample from this many likeliest tokens. 0: from all. Above 0 the trainer's probabilities are not "
-        "those sampled from.",
-    )
-    max_response_tokens: int = Field(
-        default=20480,
-        ge=1,
-        description="Longest response in tokens; longer ones are cut off. With data.max_prompt_tokens it must fit the "
-        "model's context. Raise it if rollout/truncated_share is high.",
-    )
-    max_batch_rows: int = Field(
-        json_schema_extra=FREE,
-        default=512,
-        ge=1,
-        description="Embedded engine: responses it decodes at once. Lower it when out of memory.",
-    )
-    max_attempts: int = Field(
-        default=3, ge=1, description="SGLang engines: attempts at a response before its group is dropped."
-    )
-    schedule: Schedule = Field(
-        default="synchronous",
-        description="When engines generate. synchronous: while the policy waits for a step's groups; partial (fleet): "
-        "what is unfinished when a step has its groups goes on in the next step; asynchronous (fleet): new groups also "
-        "start while the policy trains. Both save waiting, but which groups a step gets then depends on timing.",
-    )
-    mismatch_warning: float | None = Field(
-        json_schema_extra=FREE,
-        default=None,
-        gt=0,
-        description="Warn when engine and trainer log-probs differ by more than this many nats on average; "
-        "null: 0.001 if both compute in fp32, else 0.05.",
-    )
-    mismatch_stop: float | None = Field(
-        json_schema_extra=FREE,
-        default=0.5,
-        gt=0,
-        description="End the run if engine and trainer log-probs differ by more than this many nats on average; null: "
-        "never.",
-    )
-    engine_tolerance: float | None = Field(
-        json_schema_extra=FREE,
-        default=None,
-        gt=0,
-        description="SGLang engines: refuse an engine that joins if its log-probs of a fixed sequence differ from the "
-        "trainer's by more than this many nats on average; null: 0.001 if both compute in fp32, 0.5 if one of "
-        "them computes in FP8, else 0.15.",
-    )
+    dtype: Literal["fp32", "bf16", "fp8", "policy"] = "policy"
+    """Number format in which engines compute; policy: model.dtype. An engine with another one is refused."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature in training. Leave it at 1 unless entropy is far too low or high."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that hold this share of the probability. 1: from all. Below 1 the trainer's
+    probabilities are not those sampled from."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from this many likeliest tokens. 0: from all. Above 0 the trainer's probabilities are not those sampled
+    from."""
+    max_response_tokens: int = Field(default=20480, ge=1)
+    """Longest response in tokens; longer ones are cut off. With data.max_prompt_tokens it must fit the model's context.
+    Raise it if rollout/truncated_share is high."""
+    max_batch_rows: int = Field(default=512, ge=1, json_schema_extra=FREE)
+    """Embedded engine: responses it decodes at once. Lower it when out of memory."""
+    max_attempts: int = Field(default=3, ge=1)
+    """SGLang engines: attempts at a response before its group is dropped."""
+    schedule: Schedule = "synchronous"
+    """When engines generate. synchronous: while the policy waits for a step's groups; partial (fleet): what is
+    unfinished when a step has its groups goes on in the next step; asynchronous (fleet): new groups also start while
+    the policy trains. Both save waiting, but which groups a step gets then depends on timing."""
+    mismatch_warning: float | None = Field(default=None, gt=0, json_schema_extra=FREE)
+    """Warn when engine and trainer log-probs differ by more than this many nats on average; null: 0.001 if both compute
+    in fp32, else 0.05."""
+    mismatch_stop: float | None = Field(default=0.5, gt=0, json_schema_extra=FREE)
+    """End the run if engine and trainer log-probs differ by more than this many nats on average; null: never."""
+    engine_tolerance: float | None = Field(default=None, gt=0, json_schema_extra=FREE)
+    """SGLang engines: refuse an engine that joins if its log-probs of a fixed sequence differ from the trainer's by
+    more than this many nats on average; null: 0.001 if both compute in fp32, 0.5 if one of them computes in FP8, else
+    0.15."""
 
     @model_validator(mode="before")
     @classmethod

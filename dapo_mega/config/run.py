@@ -35,11 +35,8 @@ class RunConfig(TrainingConfig):
 
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
-    environment: EnvironmentChoice = Field(
-        default=SingleTurnEnvironment(),
-        discriminator="kind",
-        description="What the policy acts in. With turns, rollout.max_response_tokens is for all of a trajectory.",
-    )
+    environment: EnvironmentChoice = Field(default=SingleTurnEnvironment(), discriminator="kind")
+    """What the policy acts in. With turns, rollout.max_response_tokens is for all of a trajectory."""
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()

@@ -14,14 +14,10 @@ from dapo_mega.config.training import TrainingConfig
 class SftConfig(TrainingConfig):
     """Supervised fine-tuning (R1's cold start) with the same policy code."""
 
-    batch_samples: int = Field(default=256, ge=1, description="Demonstrations per optimizer update.")
-    tokens_per_microbatch: int = Field(
-        json_schema_extra=FREE,
-        default=8192,
-        ge=1,
-        description="Tokens of a micro-batch at most; at least data.max_tokens. Lower it when out of memory, raise it "
-        "for speed.",
-    )
+    batch_samples: int = Field(default=256, ge=1)
+    """Demonstrations per optimizer update."""
+    tokens_per_microbatch: int = Field(default=8192, ge=1, json_schema_extra=FREE)
+    """Tokens of a micro-batch at most; at least data.max_tokens. Lower it when out of memory, raise it for speed."""
     data: SftDataConfig
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 

@@ -17,31 +17,18 @@ from dapo_mega.config.tracking import TrackingConfig
 class TrainingConfig(Section):
     """What DAPO and supervised training share: where, how long, which model, and how it is spread over processes."""
 
-    output_dir: OutputPath = Field(
-        json_schema_extra=FREE,
-        description="Folder for checkpoints, metrics and the trained model. All machines of the trainer must see it.",
-    )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of all random numbers: data order and sampling.")
-    num_steps: int = Field(
-        json_schema_extra=FREE,
-        ge=1,
-        description="Steps of the run. A step of DAPO generates, scores and updates; one of supervised training is an "
-        "update. Raise it to train a finished run further (only with optimizer.schedule=constant).",
-    )
-    threads_per_process: int | None = Field(
-        json_schema_extra=FREE,
-        default=None,
-        ge=1,
-        description="CPU threads of torch in each process; null: torch's choice. Set it where processes share few "
-        "cores.",
-    )
-    silence_limit_s: float = Field(
-        default=60.0,
-        ge=5,
-        json_schema_extra=FREE,
-        description="Seconds without a sign of life after which another machine of the trainer counts as gone and the "
-        "others end, to be started again.",
-    )
+    output_dir: OutputPath = Field(json_schema_extra=FREE)
+    """Folder for checkpoints, metrics and the trained model. All machines of the trainer must see it."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of all random numbers: data order and sampling."""
+    num_steps: int = Field(ge=1, json_schema_extra=FREE)
+    """Steps of the run. A step of DAPO generates, scores and updates; one of supervised training is an update. Raise it
+    to train a finished run further (only with optimizer.schedule=constant)."""
+    threads_per_process: int | None = Field(default=None, ge=1, json_schema_extra=FREE)
+    """CPU threads of torch in each process; null: torch's choice. Set it where processes share few cores."""
+    silence_limit_s: float = Field(default=60.0, ge=5, json_schema_extra=FREE)
+    """Seconds without a sign of life after which another machine of the trainer counts as gone and the others end, to
+    be started again."""
     model: ModelConfig
     parallel: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
     compute: ComputeConfig = ComputeConfig()

@@ -16,18 +16,3 @@ from dapo_mega.data.prompts import (
     load_training_prompts,
 )
 from dapo_mega.data.tokenizer import build_byte_tokenizer, load_tokenizer
-
-__all__ = [
-    "Demonstration",
-    "PromptCursor",
-    "PromptDataset",
-    "TrainingPrompts",
-    "build_byte_tokenizer",
-    "check_dataset",
-    "first_record",
-    "load_demonstrations",
-    "load_evaluation_prompts",
-    "load_prompts",
-    "load_tokenizer",
-    "load_training_prompts",
-]

@@ -8,15 +8,3 @@ from dapo_mega.metrics.progress import ProgressDisplay
 from dapo_mega.metrics.run_text import Example, RunDescription
 from dapo_mega.metrics.timers import StageTimers
 from dapo_mega.metrics.writer import MetricsWriter
-
-__all__ = [
-    "Example",
-    "Histogram",
-    "MetricsWriter",
-    "ProgressDisplay",
-    "RunDescription",
-    "StageTimers",
-    "plot_run",
-    "read_metrics",
-    "validate_metric_name",
-]

@@ -23,8 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dapo_mega.atomic_files import make_way, replace_file, set_aside
 from dapo_mega.metrics import figures
-from dapo_mega.metrics.catalogue import describe
-from dapo_mega.metrics.catalogue.tables import metric_tables
+from dapo_mega.metrics.catalogue import METRIC_TABLES, describe
 from dapo_mega.metrics.histogram import Histogram
 from dapo_mega.metrics.run_text import RunDescription, code_block
 
@@ -68,7 +67,7 @@ class TensorBoardLog:
         self._writer.add_text("run/configuration", code_block(run.config_text, limit=None), step)
         versions = "\n".join(f"| {name} | {version} |" for name, version in run.versions.items())
         self._writer.add_text("run/versions", f"| package | version |\n|---|---|\n{versions}", step)
-        self._writer.add_text("run/metrics", metric_tables(), step)
+        self._writer.add_text("run/metrics", METRIC_TABLES, step)
         if run.prompts:
             self._writer.add_text("run/prompts", code_block(run.prompts, limit=None), step)
         if self._is_described:

@@ -6,13 +6,3 @@ Names, shapes and files only: no model is built here, and Megatron is not import
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, TensorRule, load_architecture
 from dapo_mega.models.layouts import ShardRule, merge_shards, take_shard
-
-__all__ = [
-    "Architecture",
-    "ModelFamily",
-    "ShardRule",
-    "TensorRule",
-    "load_architecture",
-    "merge_shards",
-    "take_shard",
-]

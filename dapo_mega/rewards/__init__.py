@@ -12,22 +12,3 @@ from dapo_mega.rewards.grading import gold_answers
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
 from dapo_mega.rewards.shaping import accuracy_reward, length_rewards, soft_overlong_punishment
 from dapo_mega.rewards.verifier import AnswerVerifier, Verdict
-
-__all__ = [
-    "AnswerVerifier",
-    "ComposedReward",
-    "RewardRecord",
-    "Score",
-    "ScoringFailure",
-    "Verdict",
-    "WeightedReward",
-    "accuracy_reward",
-    "answers_match",
-    "extract_answer",
-    "extract_ground_truth",
-    "gold_answers",
-    "length_rewards",
-    "same_answer",
-    "soft_overlong_punishment",
-    "validate_ground_truth",
-]

@@ -31,27 +31,10 @@ _DOUBT = re.compile(
     r"|(?:(?<=假)[设如]|(?<=如)果|(?<=[若设]))[^.,;:!?\n，。；：]{0,20}$)"
 )
 _NEGATIVE: Final = (
-    *(
-        "no",
-        "'t",
-        "’t",
-        "nev",
-        "nei",
-        "any",
-        "rather",
-        "instead",
-        "betw",
-        "nich",
-        "pas",
-        "não",
-        "не",
-        "不",
-        "并非",
-        "ไม่",
-    ),
-    *("fals", "doubt", "impos", "suppos", "assum", "imagin", "pretend", "somewh", "if", "angenom", "supong"),
-    *("假", "如果", "若", "设"),
-)
+    "no", "'t", "’t", "nev", "nei", "any", "rather", "instead", "betw", "nich", "pas", "não", "не", "不", "并非", "ไม่",
+    "fals", "doubt", "impos", "suppos", "assum", "imagin", "pretend", "somewh", "if", "angenom", "supong", "假", "如果",
+    "若", "设",
+)  # fmt: skip
 # What a text concludes that finds no answer, behind all values: `so there is no solution`, `which is a contradiction`.
 _CONCLUDED_NONE = re.compile(
     r"(?i)(?:^|[.,;:!?—\n]\s*|(?<![a-z])(?:but|so|hence|thus|therefore|and)\s)"
@@ -68,24 +51,10 @@ _CONCLUDED_NONE = re.compile(
     r"[^.,;:!?0-9$，。；：\n]{0,20}\W{0,5}$"
 )
 _NO_MARKS: Final = (
-    *(
-        " no ",
-        "\nno ",
-        " no.",
-        " no!",
-        " not",
-        "n't",
-        "n’t",
-        "cannot",
-        "can't",
-        "can’t",
-        "impossib",
-        "undefined",
-        "absurd",
-        "inconsisten",
-    ),
-    *("contradict", "false", "fails", "none", "pas de", "keine", "não há", "нет", "无", "没有", "不", "矛盾"),
-)
+    " no ", "\nno ", " no.", " no!", " not", "n't", "n’t", "cannot", "can't", "can’t", "impossib", "undefined",
+    "absurd", "inconsisten", "contradict", "false", "fails", "none", "pas de", "keine", "não há", "нет", "无", "没有",
+    "不", "矛盾",
+)  # fmt: skip
 # What makes a value in prose a bound, a guess, or what something else is compared with.
 _COMPARED = re.compile(r"(?:more|less|fewer|[a-z]{3,8}er|other) than(?:[ \t]+[^\W\d_]+(?:['’]s?)?){0,3}$")
 _BOUNDS = (
@@ -116,9 +85,9 @@ _WITHDRAWN = re.compile(
 )
 # The end of a response that was cut off in a sentence.
 _CUT_OFF: Final = (
-    *(" and", " or", " the", " of", " so", " we", " that", " with", " because", " if", " then", " is", " are", " to"),
-    *(" an", " but", " let me", " which", " since", " from", " by", " hence", " thus", " therefore"),
-)
+    " and", " or", " the", " of", " so", " we", " that", " with", " because", " if", " then", " is", " are", " to",
+    " an", " but", " let me", " which", " since", " from", " by", " hence", " thus", " therefore",
+)  # fmt: skip
 _NOT = re.compile(r"(?i)not|n['’]t|un(?:able|sure|certain)")
 _LAST_WORDS = 120
 

@@ -7,7 +7,7 @@ function, path: FILE.py:NAME}`.
 from inspect import isclass, ismodule
 from typing import TYPE_CHECKING, Union
 
-from dapo_mega.algorithms.policy_losses import base, clip, covariance, mirror_descent, own, reinforce, soft_gate  # noqa: F401
+from dapo_mega.algorithms.policy_losses import base, clip, covariance, mirror_descent, own, reinforce, soft_gate
 from dapo_mega.algorithms.policy_losses.base import LossInputs, LossNeed, PolicyLoss, TokenLosses
 from dapo_mega.algorithms.policy_losses.clip import ClipLoss
 from dapo_mega.algorithms.policy_losses.covariance import ClipCovLoss, KlCovLoss

@@ -26,24 +26,13 @@ class ClipLoss(PolicyLoss):
     """`r A` within two bounds, with `r` the new / old probability of a token (PPO, DAPO)."""
 
     kind: Literal["clip"] = "clip"
-    low: float = Field(
-        default=0.2,
-        gt=0,
-        le=1,
-        description="The loss stops pushing a token's probability down below (1 - low) times its old value; 1: no "
-        "lower bound.",
-    )
-    high: float = Field(
-        default=0.28,
-        gt=0,
-        description="The loss stops pushing a token's probability up above (1 + high) times its old value. Raise it if "
-        "entropy falls too fast, lower it if training is unstable.",
-    )
-    dual_clip: float | None = Field(
-        default=10.0,
-        gt=1,
-        description="Bounds the loss of a token with negative advantage A at -dual_clip x A. null: no bound.",
-    )
+    low: float = Field(default=0.2, gt=0, le=1)
+    """The loss stops pushing a token's probability down below (1 - low) times its old value; 1: no lower bound."""
+    high: float = Field(default=0.28, gt=0)
+    """The loss stops pushing a token's probability up above (1 + high) times its old value. Raise it if entropy falls
+    too fast, lower it if training is unstable."""
+    dual_clip: float | None = Field(default=10.0, gt=1)
+    """Bounds the loss of a token with negative advantage A at -dual_clip x A. null: no bound."""
 
     described_metrics: ClassVar[tuple[Metric, ...]] = (
         RATIO_MEAN,

@@ -33,17 +33,10 @@ class ClipCovLoss(ClipLoss):
     """clip, without any gradient of some tokens of high covariance (arXiv 2505.22617, eq. 11)."""
 
     kind: Literal["clip_cov"] = "clip_cov"  # type: ignore[assignment]
-    share: float = Field(
-        default=2e-4,
-        gt=0,
-        le=1,
-        description="Share of an update's tokens that are held back, at least one token. Published: 0.0002.",
-    )
-    bounds: tuple[float, float] = Field(
-        default=(1.0, 5.0),
-        description="[low, high]: the tokens are drawn from those whose covariance of log-prob and advantage is "
-        "within.",
-    )
+    share: float = Field(default=2e-4, gt=0, le=1)
+    """Share of an update's tokens that are held back, at least one token. Published: 0.0002."""
+    bounds: tuple[float, float] = (1.0, 5.0)
+    """[low, high]: the tokens are drawn from those whose covariance of log-prob and advantage is within."""
 
     described_metrics: ClassVar[tuple[Metric, ...]] = (*ClipLoss.described_metrics, COVARIANCE_SHARE)
     chooses_tokens: ClassVar[bool] = True
@@ -73,14 +66,11 @@ class KlCovLoss(PolicyLoss):
     """`r A` without bounds, and `kl` |log r| more for the tokens of highest covariance (arXiv 2505.22617, eq. 12)."""
 
     kind: Literal["kl_cov"] = "kl_cov"
-    share: float = Field(
-        default=2e-4,
-        gt=0,
-        le=1,
-        description="Share of an update's tokens that are held back, at least one token. Published: 0.002 for 7B (the "
-        "preset's), 0.0002 for 32B.",
-    )
-    kl: float = Field(default=1.0, ge=0, description="Weight of |log r| in the loss of the tokens that are held back.")
+    share: float = Field(default=2e-4, gt=0, le=1)
+    """Share of an update's tokens that are held back, at least one token. Published: 0.002 for 7B (the preset's),
+    0.0002 for 32B."""
+    kl: float = Field(default=1.0, ge=0)
+    """Weight of |log r| in the loss of the tokens that are held back."""
 
     described_metrics: ClassVar[tuple[Metric, ...]] = (RATIO_MEAN, COVARIANCE_SHARE)
     chooses_tokens: ClassVar[bool] = True

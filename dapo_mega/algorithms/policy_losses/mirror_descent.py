@@ -22,9 +22,8 @@ class MirrorDescentLoss(PolicyLoss):
     """
 
     kind: Literal["mirror_descent"] = "mirror_descent"
-    temperature: float = Field(
-        default=0.1, gt=0, description="tau: how strongly a response's probability is held at its old value."
-    )
+    temperature: float = Field(default=0.1, gt=0)
+    """tau: how strongly a response's probability is held at its old value."""
 
     is_sequence_level: ClassVar[bool] = True
     sum_names: ClassVar[tuple[str, ...]] = ("squared_log_ratios", "responses")

@@ -8,8 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from pydantic import Field
-
 from dapo_mega.algorithms.own import OwnCode
 from dapo_mega.algorithms.policy_losses.base import LossInputs, LossNeed, PolicyLoss, TokenLosses
 from dapo_mega.declared import Metric
@@ -29,21 +27,14 @@ class OwnLoss(OwnCode, PolicyLoss):  # type: ignore[misc]
     pair of it and values [T] by name, whose means over the tokens in the loss become the metrics `policy/own_<name>`.
     """
 
-    whole_responses: bool = Field(
-        default=False,
-        description="Also give it sums of log-ratios over whole responses (tokens.of_responses).",
-    )
-    inputs: tuple[LossNeed, ...] = Field(
-        default=(),
-        description="What else it is given. entropy: tokens.entropy, with gradient; reference: "
-        "tokens.reference_logprobs, of a frozen copy of the starting model in memory; engine: tokens.engine_logprobs, "
-        "at sampling.",
-    )
-    depends_on_split: bool = Field(
-        default=False,
-        description="A token's loss may depend on which other tokens are in its micro-batch. false: such a loss is "
-        "refused, because its gradient would change with the layout and with batch.tokens_per_microbatch.",
-    )
+    whole_responses: bool = False
+    """Also give it sums of log-ratios over whole responses (tokens.of_responses)."""
+    inputs: tuple[LossNeed, ...] = ()
+    """What else it is given. entropy: tokens.entropy, with gradient; reference: tokens.reference_logprobs, of a frozen
+    copy of the starting model in memory; engine: tokens.engine_logprobs, at sampling."""
+    depends_on_split: bool = False
+    """A token's loss may depend on which other tokens are in its micro-batch. false: such a loss is refused, because
+    its gradient would change with the layout and with batch.tokens_per_microbatch."""
 
     key: ClassVar[str] = "algorithm.policy_loss"
     described_metrics: ClassVar[tuple[Metric, ...]] = (

@@ -39,8 +39,10 @@ class CispoLoss(PolicyLoss):
     """
 
     kind: Literal["cispo"] = "cispo"
-    low: float = Field(default=0.2, gt=0, le=1, description="r counts as no less than 1 - low; 1: no lower bound.")
-    high: float = Field(default=0.28, gt=0, description="r counts as no more than 1 + high.")
+    low: float = Field(default=0.2, gt=0, le=1)
+    """r counts as no less than 1 - low; 1: no lower bound."""
+    high: float = Field(default=0.28, gt=0)
+    """r counts as no more than 1 + high."""
 
     described_metrics: ClassVar[tuple[Metric, ...]] = (RATIO_MEAN, CLIP_LOW_SHARE, CLIP_HIGH_SHARE)
 

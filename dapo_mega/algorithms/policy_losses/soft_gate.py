@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from dapo_mega.algorithms.policy_losses.base import RATIO_MEAN, LossInputs, PolicyLoss, TokenLosses
 from dapo_mega.declared import Metric
@@ -19,11 +19,9 @@ class SapoLoss(PolicyLoss):
     """
 
     kind: Literal["sapo"] = "sapo"
-    gate: tuple[float, float] = Field(
-        default=(1.0, 1.05),
-        description="Steepness of the gate for tokens with A > 0, and for others. Higher attenuates tokens whose "
-        "probability has changed more.",
-    )
+    gate: tuple[float, float] = (1.0, 1.05)
+    """Steepness of the gate for tokens with A > 0, and for others. Higher attenuates tokens whose probability has
+    changed more."""
 
     described_metrics: ClassVar[tuple[Metric, ...]] = (
         RATIO_MEAN,

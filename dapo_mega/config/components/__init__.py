@@ -24,26 +24,6 @@ from dapo_mega.config.components.code import CodeComponent
 from dapo_mega.config.components.function import FunctionComponent
 from dapo_mega.config.components.servers import JudgeComponent, RemoteComponent, ServerComponent
 
-__all__ = [
-    "KINDS",
-    "AnswerComponent",
-    "CodeComponent",
-    "CoinComponent",
-    "Component",
-    "ComponentConfig",
-    "CorrectnessOf",
-    "EnvironmentComponent",
-    "FunctionComponent",
-    "JudgeComponent",
-    "LanguageComponent",
-    "LengthDapoComponent",
-    "LengthKimiComponent",
-    "R1FormatComponent",
-    "RemoteComponent",
-    "RepetitionComponent",
-    "ServerComponent",
-]
-
 Component = Annotated[
     AnswerComponent
     | R1FormatComponent

@@ -16,16 +16,11 @@ class ComponentConfig(Section):
     """Keys of every component of `reward.components`."""
 
     kind: str
-    weight: float = Field(
-        default=1.0,
-        description="What its value is multiplied by in the sum that is the reward; 0: it is only logged. A negative "
-        "weight makes a penalty, of kinds function, judge and remote only.",
-    )
-    name: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]*$",
-        description="Its name in metrics (reward/part_<name>) and in reward.correct_from; null: its kind.",
-    )
+    weight: float = 1.0
+    """What its value is multiplied by in the sum that is the reward; 0: it is only logged. A negative weight makes a
+    penalty, of kinds function, judge and remote only."""
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@-]*$")
+    """Its name in metrics (reward/part_<name>) and in reward.correct_from; null: its kind."""
 
     gives_correctness: ClassVar[CorrectnessOf] = "never"
     reads_answers: ClassVar[bool] = False

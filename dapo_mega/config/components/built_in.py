@@ -31,13 +31,14 @@ class AnswerComponent(ComponentConfig):
     """Compares the response's answer with the ground truth, and so decides whether the response is correct."""
 
     kind: Literal["answer"] = "answer"
-    extraction: Extraction = Field(
-        default="dapo",
-        description="Where the answer is: as reward.extraction.",
-    )
-    numeric_tolerance: float = Field(default=0.0, ge=0, lt=1, description="As reward.numeric_tolerance.")
-    correct: float = Field(default=1.0, description="Value of a right answer; larger than incorrect.")
-    incorrect: float = Field(default=-1.0, description="Value of a wrong or missing answer.")
+    extraction: Extraction = "dapo"
+    """Where the answer is: as reward.extraction."""
+    numeric_tolerance: float = Field(default=0.0, ge=0, lt=1)
+    """As reward.numeric_tolerance."""
+    correct: float = 1.0
+    """Value of a right answer; larger than incorrect."""
+    incorrect: float = -1.0
+    """Value of a wrong or missing answer."""
 
     gives_correctness: ClassVar[CorrectnessOf] = "always"
     reads_answers: ClassVar[bool] = True
@@ -61,8 +62,10 @@ class CoinComponent(ComponentConfig):
     """A fair coin that calls a response correct or not: `reward.source=random`, and in no list of components."""
 
     kind: Literal["coin"] = "coin"
-    correct: float = Field(default=1.0, description="Value of heads.")
-    incorrect: float = Field(default=-1.0, description="Value of tails.")
+    correct: float = 1.0
+    """Value of heads."""
+    incorrect: float = -1.0
+    """Value of tails."""
 
     gives_correctness: ClassVar[CorrectnessOf] = "always"
 
@@ -79,23 +82,24 @@ class LanguageComponent(ComponentConfig):
     Formulas, code and single letters do not count. Languages of one script cannot be told apart."""
 
     kind: Literal["language"] = "language"
-    language: Language = Field(default="en", description="The language whose script the words should have.")
+    language: Language = "en"
+    """The language whose script the words should have."""
 
 
 class RepetitionComponent(ComponentConfig):
     """Repetition penalty: minus the share of the response's n-grams of tokens that occurred before in it."""
 
     kind: Literal["repetition"] = "repetition"
-    ngram_tokens: int = Field(
-        default=20, ge=1, description="Tokens of an n-gram. Short ones repeat in every long text: 3 is strict."
-    )
+    ngram_tokens: int = Field(default=20, ge=1)
+    """Tokens of an n-gram. Short ones repeat in every long text: 3 is strict."""
 
 
 class LengthDapoComponent(ComponentConfig):
     """DAPO's soft overlong punishment, from 0 to -1 over the last tokens before rollout.max_response_tokens."""
 
     kind: Literal["length_dapo"] = "length_dapo"
-    cache_tokens: int = Field(default=4096, ge=1, description="As reward.overlong_cache_tokens.")
+    cache_tokens: int = Field(default=4096, ge=1)
+    """As reward.overlong_cache_tokens."""
 
     shapes_length: ClassVar[bool] = True
 
@@ -105,9 +109,8 @@ class LengthKimiComponent(ComponentConfig):
     that decides correctness."""
 
     kind: Literal["length_kimi"] = "length_kimi"
-    phase_in: tuple[int, int] = Field(
-        default=(0, 0), description="[first, last] step over which its weight grows: as reward.length_phase_in."
-    )
+    phase_in: tuple[int, int] = (0, 0)
+    """[first, last] step over which its weight grows: as reward.length_phase_in."""
 
     shapes_length: ClassVar[bool] = True
 

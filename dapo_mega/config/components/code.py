@@ -15,45 +15,32 @@ class CodeComponent(ComponentConfig):
     tests](recipes/code/README.md), [what the isolation is worth](../dapo_mega/rewards/sandbox/README.md)."""
 
     kind: Literal["code"] = "code"
-    allow_code: bool = Field(
-        default=False, description="Must be true, as programs that the model wrote are run on this machine."
-    )
-    tests_column: str = Field(
-        default="ground_truth",
-        description="Column of the tests, with dots into records. ground_truth: that of data.*.columns.ground_truth.",
-    )
-    function_column: str = Field(
-        default="fn_name", description="Column of the function that input-output pairs call, where rows have one."
-    )
-    setup_column: str = Field(
-        default="test_setup_code", description="Column of code to run before test code, where rows have one."
-    )
-    entry_point_column: str = Field(
-        default="entry_point", description="Column of what check(candidate) is given, where rows have one."
-    )
-    partial_credit: bool = Field(
-        default=False, description="The value is the share of the tests that pass. Only all of them are correct."
-    )
-    max_tests: int | None = Field(default=None, ge=1, description="Tests of a row that are run at most; null: all.")
-    time_limit_s: float = Field(
-        default=4.0,
-        gt=0,
-        description="Processor time of one test in seconds. By the clock it may take three times this and 2 s.",
-    )
-    memory_limit_mib: int = Field(default=512, ge=32, description="MiB that a solution may use beyond Python itself.")
-    file_limit_mib: int = Field(
-        default=8, ge=1, le=8, description="MiB that a solution may print, and write into its folder."
-    )
-    float_tolerance: float = Field(
-        default=1e-6, ge=0, description="Absolute or relative error of a number where the expected one has a point."
-    )
-    modules: tuple[str, ...] = Field(
-        default=(),
-        description="Modules of this environment that solutions may import beyond Python's library, such as numpy.",
-    )
-    num_workers: int = Field(
-        default=2, ge=1, json_schema_extra=FREE, description="Solutions that run at the same time, each on one core."
-    )
+    allow_code: bool = False
+    """Must be true, as programs that the model wrote are run on this machine."""
+    tests_column: str = "ground_truth"
+    """Column of the tests, with dots into records. ground_truth: that of data.*.columns.ground_truth."""
+    function_column: str = "fn_name"
+    """Column of the function that input-output pairs call, where rows have one."""
+    setup_column: str = "test_setup_code"
+    """Column of code to run before test code, where rows have one."""
+    entry_point_column: str = "entry_point"
+    """Column of what check(candidate) is given, where rows have one."""
+    partial_credit: bool = False
+    """The value is the share of the tests that pass. Only all of them are correct."""
+    max_tests: int | None = Field(default=None, ge=1)
+    """Tests of a row that are run at most; null: all."""
+    time_limit_s: float = Field(default=4.0, gt=0)
+    """Processor time of one test in seconds. By the clock it may take three times this and 2 s."""
+    memory_limit_mib: int = Field(default=512, ge=32)
+    """MiB that a solution may use beyond Python itself."""
+    file_limit_mib: int = Field(default=8, ge=1, le=8)
+    """MiB that a solution may print, and write into its folder."""
+    float_tolerance: float = Field(default=1e-6, ge=0)
+    """Absolute or relative error of a number where the expected one has a point."""
+    modules: tuple[str, ...] = ()
+    """Modules of this environment that solutions may import beyond Python's library, such as numpy."""
+    num_workers: int = Field(default=2, ge=1, json_schema_extra=FREE)
+    """Solutions that run at the same time, each on one core."""
 
     gives_correctness: ClassVar[CorrectnessOf] = "always"
 

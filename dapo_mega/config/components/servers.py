@@ -38,34 +38,21 @@ def url_problem(
 class ServerComponent(ComponentConfig):
     """Keys of every reward that servers compute."""
 
-    urls: tuple[str, ...] = Field(
-        json_schema_extra=FREE,
-        description="Equal servers. A request goes to the one with least to do, and to another one if it fails.",
-    )
-    api_key_env: str | None = Field(
-        default=None,
-        json_schema_extra=FREE,
-        description="Name of the environment variable that holds the servers' key, sent as a bearer token.",
-    )
-    api_key_file: LocalPathOrNone = Field(
-        default=None, json_schema_extra=FREE, description="File that holds the key, in place of api_key_env."
-    )
-    concurrency: int = Field(
-        default=64, ge=1, json_schema_extra=FREE, description="Requests that are in flight at most, over all servers."
-    )
-    timeout_s: float = Field(
-        default=60.0, gt=0, json_schema_extra=FREE, description="Seconds one attempt may take, the connection included."
-    )
-    deadline_s: float = Field(
-        default=300.0,
-        gt=0,
-        json_schema_extra=FREE,
-        description="Seconds after which what is still unanswered of the responses that are scored together, a round "
-        "or a group, has no score.",
-    )
-    attempts: int = Field(
-        default=3, ge=1, json_schema_extra=FREE, description="Attempts at one request, each on another URL if it can."
-    )
+    urls: tuple[str, ...] = Field(json_schema_extra=FREE)
+    """Equal servers. A request goes to the one with least to do, and to another one if it fails."""
+    api_key_env: str | None = Field(default=None, json_schema_extra=FREE)
+    """Name of the environment variable that holds the servers' key, sent as a bearer token."""
+    api_key_file: LocalPathOrNone = Field(default=None, json_schema_extra=FREE)
+    """File that holds the key, in place of api_key_env."""
+    concurrency: int = Field(default=64, ge=1, json_schema_extra=FREE)
+    """Requests that are in flight at most, over all servers."""
+    timeout_s: float = Field(default=60.0, gt=0, json_schema_extra=FREE)
+    """Seconds one attempt may take, the connection included."""
+    deadline_s: float = Field(default=300.0, gt=0, json_schema_extra=FREE)
+    """Seconds after which what is still unanswered of the responses that are scored together, a round or a group, has
+    no score."""
+    attempts: int = Field(default=3, ge=1, json_schema_extra=FREE)
+    """Attempts at one request, each on another URL if it can."""
 
     is_local: ClassVar[bool] = False
     may_be_penalty: ClassVar[bool] = True
@@ -101,7 +88,8 @@ class RemoteComponent(ServerComponent):
     correct."""
 
     kind: Literal["remote"] = "remote"
-    batch_size: int = Field(default=32, ge=1, json_schema_extra=FREE, description="Responses in one request, at most.")
+    batch_size: int = Field(default=32, ge=1, json_schema_extra=FREE)
+    """Responses in one request, at most."""
 
     gives_correctness: ClassVar[CorrectnessOf] = "maybe"
 
@@ -111,38 +99,32 @@ class JudgeComponent(ServerComponent):
     to 1; it says what is correct if correct_from is given."""
 
     kind: Literal["judge"] = "judge"
-    model: str = Field(description="The model's name at the servers.")
-    template: str | None = Field(
-        default=None,
-        description="What the judge is asked: a text with {response}, and {prompt}, {ground_truth}, {boundary} or "
-        "columns of the row if you like; null: a text that asks for a score from 0 to 10.",
-    )
-    template_file: LocalPathOrNone = Field(default=None, description="File of the template, in place of template.")
-    system_prompt: str | None = Field(default=None, description="System message before the question; null: none.")
-    verdict: Literal["line", "json"] = Field(
-        default="line",
-        description="Where the score is. line: the last line of the judge's answer, which pattern must match as a "
-        "whole; json: the last JSON object in it, under json_key.",
-    )
-    pattern: str | None = Field(
-        default=None, description="Regular expression of the last line, with the score as first group; null: Score: 7."
-    )
-    json_key: str = Field(default="score", description="Key of the score, for verdict=json.")
-    score_range: tuple[float, float] = Field(
-        default=(0.0, 10.0), description="[lowest, highest] score. The value is 0 at the lowest and 1 at the highest."
-    )
-    correct_from: float | None = Field(
-        default=None, description="Score from which a response is correct; null: the judge does not say."
-    )
-    max_tokens: int = Field(default=1024, ge=1, description="Tokens of the judge's answer, thoughts included.")
-    max_response_characters: int = Field(
-        default=32_000,
-        ge=100,
-        description="A longer response is shown without its middle, and the part judge_cut_characters counts that.",
-    )
-    extra_body: dict[str, Any] = Field(
-        default={}, description="Further keys of the request, such as {chat_template_kwargs: {enable_thinking: false}}."
-    )
+    model: str
+    """The model's name at the servers."""
+    template: str | None = None
+    """What the judge is asked: a text with {response}, and {prompt}, {ground_truth}, {boundary} or columns of the row
+    if you like; null: a text that asks for a score from 0 to 10."""
+    template_file: LocalPathOrNone = None
+    """File of the template, in place of template."""
+    system_prompt: str | None = None
+    """System message before the question; null: none."""
+    verdict: Literal["line", "json"] = "line"
+    """Where the score is. line: the last line of the judge's answer, which pattern must match as a whole; json: the
+    last JSON object in it, under json_key."""
+    pattern: str | None = None
+    """Regular expression of the last line, with the score as first group; null: Score: 7."""
+    json_key: str = "score"
+    """Key of the score, for verdict=json."""
+    score_range: tuple[float, float] = (0.0, 10.0)
+    """[lowest, highest] score. The value is 0 at the lowest and 1 at the highest."""
+    correct_from: float | None = None
+    """Score from which a response is correct; null: the judge does not say."""
+    max_tokens: int = Field(default=1024, ge=1)
+    """Tokens of the judge's answer, thoughts included."""
+    max_response_characters: int = Field(default=32_000, ge=100)
+    """A longer response is shown without its middle, and the part judge_cut_characters counts that."""
+    extra_body: dict[str, Any] = Field(default={})
+    """Further keys of the request, such as {chat_template_kwargs: {enable_thinking: false}}."""
 
     gives_correctness: ClassVar[CorrectnessOf] = "maybe"
 

@@ -3,5 +3,3 @@
 from dapo_mega.metrics.timeline.activity import Activity
 from dapo_mega.metrics.timeline.load import LoadHistory
 from dapo_mega.metrics.timeline.records import Load, Span, StepTimeline
-
-__all__ = ["Activity", "Load", "LoadHistory", "Span", "StepTimeline"]

@@ -4,5 +4,3 @@ from dapo_mega.metrics.trackers.background import BackgroundTracker, close_all
 from dapo_mega.metrics.trackers.installed import missing_packages
 from dapo_mega.metrics.trackers.records import Record, TrackedRun
 from dapo_mega.metrics.trackers.run_identity import LastStep, run_id_in
-
-__all__ = ["BackgroundTracker", "LastStep", "Record", "TrackedRun", "close_all", "missing_packages", "run_id_in"]
