@@ -123,8 +123,9 @@ def test_a_checkpoint_of_another_version_of_megatron_continues_bit_for_bit(model
     first, second = policy(model, processes), policy(model, processes)
     update(first, 1)
     store.save(first, state(1), 1)
-    move_common_values(store.latest())
-    store.load(second, store.latest())
+    folder = store.latest()
+    move_common_values(folder)
+    store.load(second, folder)
     assert [update(second, seed) for seed in (2, 3)] == [update(first, seed) for seed in (2, 3)]
 
 
