@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dapo_mega.batching.microbatch import MicroBatch
-from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.megatron_model import MegatronModel
 from dapo_mega.megatron.model import unwrapped
@@ -117,6 +117,8 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         updates_per_step: int,
         num_steps: int,
         compute: ComputeConfig | None = None,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
     ) -> None:
         compute = compute or ComputeConfig()
         stored = open_policy(Path(model.path))
@@ -130,6 +132,8 @@ class MegatronPolicy(TrainedModel, TokenScoring):
             updates_per_step=updates_per_step,
             num_steps=num_steps,
             compute=compute,
+            lora=lora,
+            seed=seed,
         )
 
     def update(

@@ -18,15 +18,17 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker, track_moe_metrics
 from torch import Tensor
 
-from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.gathering import WeightGatherer
+from dapo_mega.megatron.lora import Lora
 from dapo_mega.megatron.megatron_model import Batch, MakeLabels, MakeLoss, MegatronModel
 from dapo_mega.megatron.model import unwrapped, with_gradients
 from dapo_mega.megatron.packed_stage import PackedStage
 from dapo_mega.megatron.repairs.optimizer_checkpoints import separate_adam_steps
+from dapo_mega.models.peft_adapters import check_lora
 from dapo_mega.models.stored_model import StoredModel
 from dapo_mega.types import Receivers, WeightBucket
 
@@ -72,9 +74,17 @@ class TrainedModel(MegatronModel):
         updates_per_step: int,
         num_steps: int,
         compute: ComputeConfig,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
     ) -> None:
+        """With `lora` only adapters learn; `seed` is that of their first values and of dropout."""
+        if lora:
+            check_lora(lora, stored.family, stored.arch)
         super().__init__(stored, model, parallel, processes, compute, make_stage)
-        self._gatherer = WeightGatherer([unwrapped(chunk) for chunk in self.chunks], self.layout, processes)
+        inner = [unwrapped(chunk) for chunk in self.chunks]
+        self.lora = Lora(inner, self.layout, processes, self.config, lora, seed) if lora else None
+        merged = {"merged": self.lora.merged} if self.lora else {}
+        self._gatherer = WeightGatherer(inner, self.layout, processes, **merged)
         self.chunks = with_gradients(self.chunks, self.config, compute)
         self.optimizer: Any = get_megatron_optimizer(_optimizer_config(optimizer, self.config, compute), self.chunks)
         self._overlaps_param_gather = compute.overlap_param_gather

@@ -419,6 +419,8 @@ def build_models(
         updates_per_step=config.batch.updates_per_step,
         num_steps=config.num_steps,
         compute=config.compute,
+        lora=config.lora,
+        seed=config.seed,
     )
     reference = None
     if config.algorithm.uses_reference:
