@@ -172,6 +172,19 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         return self._metrics(update, of_loss)
 
 
+class WithoutAdapters:
+    """The reference of a policy with LoRA: the policy as its weights alone make it, which takes no memory."""
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy = policy
+
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[TokenScores]:
+        """See `TokenScoring.score`."""
+        assert self._policy.lora
+        with self._policy.lora.off():
+            return self._policy.score(micro_batches)
+
+
 def chosen_tokens(batch: MicroBatch, *, with_entropy: bool) -> ChosenTokens:
     """The response tokens of a micro-batch, to be scored."""
     rows = batch.response_rows()

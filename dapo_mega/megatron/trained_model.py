@@ -230,6 +230,14 @@ class TrainedModel(MegatronModel):
         self.finish_param_gather()
         return self._gatherer.weights(bucket_bytes, to, replicas)
 
+    def adapters(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Collective; A and B of LoRA as `weights` are gathered, by peft's names. Parts of layers that are no targets
+        have zeros."""
+        assert self.lora
+        self.finish_param_gather()
+        inner = [unwrapped(chunk) for chunk in self.chunks]
+        return WeightGatherer(inner, self.lora.layout, self.processes).weights(bucket_bytes)
+
     def weight_plan(self, bucket_bytes: int) -> list[list[WeightBucket]]:
         """See `WeightSource`."""
         return self._gatherer.weight_plan(bucket_bytes)

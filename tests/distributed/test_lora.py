@@ -42,6 +42,14 @@ EXPERTS = {
 # One key head, which two processes cut, and targets that leave out parts of layers.
 PARTS = {1: {"one": {}}, 2: {"tp2": {"parallel": {"tensor": 2}}, "tp2_sp": {"parallel": SP}}}
 SHARED = {1: {"one": {}}, 2: {"tp2_ep2": {"parallel": {**SP, "expert": 2}}}}
+DROPOUT = {
+    1: {"one": {}, "none": {"dropout": 0.0}, "recompute": {"compute": FULL}},
+    2: {
+        "tp2_sp": {"parallel": SP, "save_after": 1},
+        "tp2_sp_from_tp2_sp": {"parallel": SP, "resume": "tp2_sp"},
+        "tp2": {"parallel": {"tensor": 2}},
+    },
+}
 
 
 def make_adapter(folder: Path, model: Path, lora: LoraConfig, seed: int = 0) -> Path:
@@ -54,11 +62,14 @@ def make_adapter(folder: Path, model: Path, lora: LoraConfig, seed: int = 0) -> 
     return folder
 
 
-def run_table(table, model, folder, **lora):
+def run_table(table, model, folder, dropout=0.0, **lora):
     """{name: what the case left behind}, all beginning with one adapter."""
     path = make_adapter(folder / "adapter", model, LoraConfig(**lora))
     cases = {
-        size: {name: {**case, "lora": {**lora, "path": str(path)}} for name, case in of_size.items()}
+        size: {
+            name: {**case, "lora": {**lora, "dropout": case.get("dropout", dropout), "path": str(path)}}
+            for name, case in of_size.items()
+        }
         for size, of_size in table.items()
     }
     results = {}
@@ -79,6 +90,7 @@ def results(tmp_path_factory):
         "experts": run_table(EXPERTS, experts, folder / "of_experts", **every),
         "parts": run_table(PARTS, one_key_head, folder / "of_parts", **every, targets=("q_proj", "v_proj", "up_proj")),
         "shared": run_table(SHARED, shared, folder / "of_shared", **every),
+        "dropout": run_table(DROPOUT, biased, folder / "of_dropout", dropout=0.3, **every),
     }
 
 
@@ -104,3 +116,11 @@ def test_the_targets_learn_and_nothing_else(results):
         for name, change in learnt(results[kind]["one"]).items():
             is_target = name.removesuffix(".weight").endswith(parts) and name.endswith(".weight")
             assert bool(change.any()) == is_target, (kind, name)
+
+
+def test_dropout_is_repeated_and_resumed_to_the_bit(results):
+    cases = results["dropout"]
+    for again, first in (("recompute", "one"), ("tp2_sp_from_tp2_sp", "tp2_sp")):
+        assert all(torch.equal(cases[again]["after"][name], weight) for name, weight in cases[first]["after"].items())
+    assert cases["tp2"]["metrics"][0]["policy/loss"] != cases["none"]["metrics"][0]["policy/loss"]
+    assert cases["tp2"]["scores"] == pytest.approx(cases["none"]["scores"], rel=1e-5), "none is dropped in scoring"
