@@ -119,8 +119,9 @@ def trained_names(family: ModelFamily, arch: Architecture, targets: Collection[s
     }
 
 
-def check_lora(lora: LoraConfig, family: ModelFamily, arch: Architecture) -> None:
-    """Raise InputError for adapters that the model cannot have, or another adapter than that in `lora.path`."""
+def check_lora(lora: LoraConfig, family: ModelFamily, arch: Architecture, *, is_here: bool = True) -> None:
+    """Raise InputError for adapters that the model cannot have, or, where it `is_here`, another adapter than that in
+    `lora.path`."""
     if arch.latent_attention:
         raise InputError(
             f"lora with the latent attention of {arch.model_type} is not supported yet; remove the section lora"
@@ -141,7 +142,7 @@ def check_lora(lora: LoraConfig, family: ModelFamily, arch: Architecture) -> Non
             f"lora.rank={lora.rank} is larger than {smallest.removesuffix('.weight')}, which is {rows} x {columns}; "
             f"set it to at most {min(rows, columns)}"
         )
-    if lora.path:
+    if lora.path and is_here:
         PeftAdapter(Path(lora.path), lora, family, arch)
 
 
