@@ -9,7 +9,7 @@ from tests.te_cpu import install_if_asked
 
 install_if_asked()
 
-from dapo_mega.megatron.repairs import cpu_accelerator  # noqa: E402
+from dapo_mega.megatron.core.repairs import cpu_accelerator  # noqa: E402
 
 cpu_accelerator.install()
 
