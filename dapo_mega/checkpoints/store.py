@@ -171,6 +171,11 @@ class CheckpointStore(CheckpointFolders):
                 )
             _check_optimizers(critic, path, "num_critic_optimizers")
         saved = read_metadata(path).state_dict_metadata.keys()
+        if policy.lora and (left_out := policy.lora.left_out(saved)):
+            raise InputError(
+                f"checkpoint {path} holds adapters that lora.targets={list(policy.lora.config.targets)} leaves out "
+                f"({left_out[0]} first); resume with the targets that the run was started with"
+            )
         wanted = _wanted_content(policy, saved)
         if critic:
             wanted["critic"] = with_prefix(_wanted_content(critic, saved, CRITIC_PREFIX), CRITIC_PREFIX)

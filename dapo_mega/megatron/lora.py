@@ -7,7 +7,7 @@ each, and their rows of B lie in the order of the weight's rows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,12 @@ class Lora:
     def write_config(self, folder: Path, base: Path) -> None:
         """What peft has to know of adapters of the model in `base`."""
         write_config(folder, self.config, self.names, base)
+
+    def left_out(self, saved: Collection[str]) -> list[str]:
+        """Adapters among the keys of a checkpoint that are no target here."""
+        chunks = range(self.layout.num_chunks)
+        known = {placed.megatron[0] for chunk in chunks for placed in self.layout.tensors(chunk)}
+        return [key for key in saved if ".lora." in key and key.startswith("decoder.") and key not in known]
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:

@@ -13,6 +13,8 @@ from .test_parallel_parity import assert_learns_the_same, only
 from .three_updates import learnt, three_updates
 from .tiny import make_moe_model, make_qwen2_moe_model, make_qwen3_model
 
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
 SP = {"tensor": 2, "sequence": True}
 VPP = {"pipeline": 2, "virtual_pipeline": 2}
 FULL = {"recompute": "full"}

@@ -7,8 +7,10 @@ from transformers import AutoModelForCausalLM
 
 from dapo_mega.batching.samples import single_turn
 from dapo_mega.checkpoints.hf_export import save_adapter, save_hf_checkpoint
+from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
+from dapo_mega.errors import InputError
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, WithoutAdapters
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
@@ -160,3 +162,34 @@ def test_an_adapter_goes_to_peft_and_back(tmp_path, processes, lora):
         whole = theirs.merge_and_unload().state_dict()
     for name, tensor in ((name, t) for bucket in ours_again.weights(1 << 20) for name, t in bucket):
         assert_alike(tensor, whole[name], name=name)
+
+
+def test_changed_adapters_take_effect_at_a_resume(tmp_path, processes):
+    """Another rank or other targets do not fit what was saved; alpha and dropout act on it."""
+    model = make_qwen3_model(tmp_path / "model")
+    policy = make_policy(model, processes, make_adapter(tmp_path / "adapter", model, LoraConfig(**SOME)), **SOME)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    store.save(policy, LoopState(1, {}, {}), 1)
+
+    def resumed(**changes):
+        again = make_policy(model, processes, **{**SOME, **changes})
+        store.load(again, store.latest())
+        return again
+
+    for changes, said in (
+        ({"rank": 2}, "shape mismatch"),
+        ({"targets": (*SOME["targets"], "o_proj")}, "linear_proj.lora"),
+        (
+            {"targets": ("q_proj", "v_proj")},
+            r"adapters that lora.targets=\['q_proj', 'v_proj'\] leaves out \(.*fc2.lora",
+        ),
+    ):
+        with pytest.raises(InputError, match=said):
+            resumed(**changes)
+    batch = pack(make_samples(6, all_in_loss=True))
+    base, expected = HfCheckpoint(model), dict(pair for bucket in policy.weights(1 << 20) for pair in bucket)
+    for name, tensor in (pair for bucket in resumed(alpha=4.0).weights(1 << 20) for pair in bucket):
+        weight = base.tensor(name)
+        assert_alike(tensor - weight, (expected[name] - weight) / 2, name=name)
+    losses = [resumed(dropout=share).update([TokenBatch(batch)], SupervisedLoss()) for share in (0.0, 0.5)]
+    assert losses[0]["policy/loss"] != losses[1]["policy/loss"]
