@@ -1,4 +1,5 @@
-"""Writes a model as a Hugging Face checkpoint that transformers and inference engines can load."""
+"""Writes a model as a Hugging Face checkpoint that transformers and inference engines can load, and adapters as peft
+does."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from safetensors import SafetensorError
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models.hf_writer import ShardWriter, copy_config_and_tokenizer, swap_in
+from dapo_mega.models.peft_adapters import write_adapter
 
 _BUCKET_BYTES = 512 * 2**20
 
@@ -42,3 +44,20 @@ def save_hf_checkpoint(model: TrainedModel, folder: Path) -> None:
     if failure:
         shutil.rmtree(partial, ignore_errors=True)
         raise InputError(f"cannot write the Hugging Face checkpoint {folder} ({failure}); free space and run again")
+
+
+def save_adapter(model: TrainedModel, folder: Path) -> None:
+    """Collective. The adapters of a model with LoRA in peft's format. Raises InputError on rank 0 if writing fails."""
+    assert model.lora
+    names, partial = model.lora.names, folder.with_name(f".{folder.name}.partial")
+    found = [(name, tensor.cpu()) for bucket in model.adapters(_BUCKET_BYTES) for name, tensor in bucket]
+    if model.processes.rank:
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        tensors = {name: tensor.contiguous() for name, tensor in found if name in names}
+        write_adapter(partial, model.lora.config, tensors, model.path)
+        swap_in(partial, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise InputError(f"cannot write the adapter {folder} ({error}); free space and run again") from error

@@ -171,6 +171,11 @@ class CheckpointStore(CheckpointFolders):
                 )
             _check_optimizers(critic, path, "num_critic_optimizers")
         saved = read_metadata(path).state_dict_metadata.keys()
+        if policy.lora and (left_out := policy.lora.left_out(saved)):
+            raise InputError(
+                f"checkpoint {path} holds adapters that lora.targets={list(policy.lora.config.targets)} leaves out "
+                f"({left_out[0]} first); resume with the targets that the run was started with"
+            )
         wanted = _wanted_content(policy, saved)
         if critic:
             wanted["critic"] = with_prefix(_wanted_content(critic, saved, CRITIC_PREFIX), CRITIC_PREFIX)
@@ -279,6 +284,9 @@ def _wanted_content(model: TrainedModel, saved: Collection[str], prefix: str = "
 def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
     for name, chunk in _named_chunks(model).items():
         state = loaded[name]
+        if model.lora:
+            model.lora.load(state)
+            continue
         if loaded.get("fp8", model.fp8_settings) != model.fp8_settings:  # Checkpoints of earlier versions lack them.
             # The layers' FP8 states bring number formats with them, and scales that other layers lack.
             state = {key: value for key, value in state.items() if not key.endswith(_LAYER_STATE)}
@@ -295,7 +303,9 @@ def _named_chunks(model: TrainedModel) -> dict[str, Any]:
 
 
 def _sharded_chunks(model: TrainedModel) -> dict[str, Any]:
-    """Megatron's sharded state dict of each model chunk."""
+    """Megatron's sharded state dict of each model chunk, with LoRA of its adapters."""
+    if model.lora:
+        return {name: model.lora.sharded_state(chunk) for chunk, name in enumerate(_named_chunks(model))}
     return {name: unwrapped(chunk).sharded_state_dict() for name, chunk in _named_chunks(model).items()}
 
 
@@ -323,6 +333,8 @@ def _write_beside(
     programs."""
     copy_config_and_tokenizer(policy.path, folder, {policy.config.params_dtype})
     write_vocabulary(folder, policy.arch.vocab_size)
+    if policy.lora:
+        policy.lora.write_config(folder, policy.path)
     with (folder / "loop.npz").open("wb") as file:
         contents: dict[str, Any] = {**state.arrays, **rng}
         np.savez(file, **contents)
@@ -351,7 +363,7 @@ def _restore_rng(policy: TrainedModel, arrays: Arrays) -> None:
     """Restore this rank's random-number states. In another layout there are none for this rank, and the seeded ones
     stay.
 
-    Without dropout no result depends on these states; sampling uses seeds of its own per request.
+    Without the dropout of adapters no result depends on these states; sampling uses seeds of its own per request.
     """
     prefix = f"rng/{_layout(policy)}/{policy.processes.rank}/"
     mine = {name.removeprefix(prefix): torch.from_numpy(s) for name, s in arrays.items() if name.startswith(prefix)}

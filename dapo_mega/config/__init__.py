@@ -24,6 +24,7 @@ from dapo_mega.config.data import (
 from dapo_mega.config.evaluation import EvaluationConfig
 from dapo_mega.config.files import dump_config, load_config
 from dapo_mega.config.fleet import FleetConfig
+from dapo_mega.config.lora import LoraConfig
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.parallel import ParallelConfig

@@ -86,6 +86,11 @@ class RunConfig(TrainingConfig):
                 "drops them all; the smallest possible is 1"
             )
         self._check_sampling()
+        if self.uses_critic and self.lora:
+            raise ValueError(
+                "lora with a critic (algorithm.advantage=gae) is not supported yet; choose another "
+                "algorithm.advantage, or remove the section lora"
+            )
         if self.uses_critic and self.critic.pretraining_steps >= self.num_steps:
             raise ValueError(
                 f"critic.pretraining_steps={self.critic.pretraining_steps} leaves the policy none of num_steps="

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dapo_mega.config.base import FREE, Section
 from dapo_mega.config.checkpoint import CheckpointConfig
 from dapo_mega.config.compute import ComputeConfig
+from dapo_mega.config.lora import LoraConfig
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.parallel import ParallelConfig
@@ -32,6 +33,22 @@ class TrainingConfig(Section):
     model: ModelConfig
     parallel: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
     compute: ComputeConfig = ComputeConfig()
+    lora: LoraConfig | None = Field(
+        default=None, description="Low-rank adapters, which are trained in place of the weights. null: none."
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), json_schema_extra=FREE)
     tracking: TrackingConfig = Field(default=TrackingConfig(), json_schema_extra=FREE)
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> TrainingConfig:
+        if self.lora and self.compute.fp8.enabled:
+            raise ValueError(
+                f"lora with compute.fp8.scaling={self.compute.fp8.scaling} is not supported yet; set "
+                f"compute.fp8.scaling=none, or remove the section lora"
+            )
+        if self.lora and self.compute.moe.router_bias_update_rate > 0:
+            raise ValueError(
+                "lora trains no routing bias, which compute.moe.router_bias_update_rate > 0 asks for; set it to 0"
+            )
+        return self

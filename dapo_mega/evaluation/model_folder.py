@@ -15,7 +15,7 @@ from dapo_mega.checkpoints.folders import CheckpointFolders, step_of
 from dapo_mega.errors import InputError
 from dapo_mega.models.families import families, load_architecture
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors, check_source
-from dapo_mega.models.megatron_format.files import is_megatron_folder
+from dapo_mega.models.megatron_format.files import ADAPTER_CONFIG_FILE, is_megatron_folder
 from dapo_mega.models.stored_model import stored_value_head
 from dapo_mega.types import NamedTensors
 
@@ -44,8 +44,8 @@ class EvaluatedModel:
 
 def open_model(path: Path, step: int | None, work_folder: Path) -> EvaluatedModel:
     """The model in `path`. Of a run's folder the checkpoint of `step` is taken, by default the newest; without
-    checkpoints, the export in `hf`. What is in Megatron's format is converted into a folder in `work_folder`; an
-    interrupted conversion continues. Raises InputError."""
+    checkpoints, or with those of adapters only, the export in `hf`. What is in Megatron's format is converted into a
+    folder in `work_folder`; an interrupted conversion continues. Raises InputError."""
     if not path.is_dir():
         raise InputError(
             f"{path} is not a folder; give a Hugging Face checkpoint, a run's folder, or one of its checkpoints"
@@ -63,7 +63,8 @@ def open_model(path: Path, step: int | None, work_folder: Path) -> EvaluatedMode
             f"of its checkpoints"
         )
     found = list(CheckpointFolders(path / "checkpoints", 1).complete_ones())
-    if step is None and not found and (path / "hf" / "config.json").exists():
+    has_model = found and not (found[0] / ADAPTER_CONFIG_FILE).exists()
+    if step is None and not has_model and (path / "hf" / "config.json").exists():
         return _checked(path / "hf")
     chosen = [folder for folder in found if step in (None, step_of(folder))]
     if not chosen:

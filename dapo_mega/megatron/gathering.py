@@ -7,7 +7,7 @@ ranks need not negotiate.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +114,17 @@ class WeightGatherer:
     has sent.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> None:
-        """Collective: the pipeline stages exchange the shapes and dtypes of their shards."""
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        layout: ChunkLayout,
+        processes: Processes,
+        merged: Callable[[PlacedTensor, Tensor], Tensor] = lambda placed, shard: shard,
+    ) -> None:
+        """Collective: the pipeline stages exchange the shapes and dtypes of their shards. `merged(placed, shard)` is
+        what is gathered of a shard."""
         self.bytes_sent = 0
+        self._merged_shard = merged
         self._layout = layout
         self._processes = processes
         self._parameters = named_parameters(chunks, layout, processes)
@@ -175,13 +183,17 @@ class WeightGatherer:
         return _GatheredParameter(placed, shape, dtype, full_shapes, num_shards, num_holders)
 
     def _shapes(self, chunk: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        shards = [self._mine(placed) for placed in self._placed(chunk)]
+        shards = [self._held(placed)[1] for placed in self._placed(chunk)]
         return [(tuple(shard.shape), shard.dtype) for shard in shards]
 
+    def _held(self, placed: tuple[PlacedTensor, ...]) -> tuple[PlacedTensor, Tensor]:
+        mine = placed[self._processes.expert_rank if len(placed) > 1 else 0]
+        return mine, local_parameter(self._parameters, mine)
+
     def _mine(self, placed: tuple[PlacedTensor, ...]) -> Tensor:
-        mine = local_parameter(self._parameters, placed[self._processes.expert_rank if len(placed) > 1 else 0])
+        mine, shard = self._held(placed)
         # FP8 parameters refuse the views that full tensors are merged of, and consumers do not know their type.
-        return mine.dequantize() if is_fp8(mine) else mine
+        return shard.dequantize() if is_fp8(shard) else self._merged_shard(mine, shard)
 
     def weights(
         self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dapo_mega.batching.microbatch import MicroBatch
-from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.megatron_model import MegatronModel
@@ -117,6 +117,8 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         updates_per_step: int,
         num_steps: int,
         compute: ComputeConfig | None = None,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
     ) -> None:
         compute = compute or ComputeConfig()
         stored = open_policy(Path(model.path))
@@ -130,6 +132,8 @@ class MegatronPolicy(TrainedModel, TokenScoring):
             updates_per_step=updates_per_step,
             num_steps=num_steps,
             compute=compute,
+            lora=lora,
+            seed=seed,
         )
 
     def update(
@@ -166,6 +170,19 @@ class MegatronPolicy(TrainedModel, TokenScoring):
             scores += _no_scores(len(batches))
         of_loss = {**objective.metrics(update.sums), "policy/empty_update_share": float(update.is_empty)}
         return self._metrics(update, of_loss)
+
+
+class WithoutAdapters:
+    """The reference of a policy with LoRA: the policy as its weights alone make it, which takes no memory."""
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy = policy
+
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[TokenScores]:
+        """See `TokenScoring.score`."""
+        assert self._policy.lora
+        with self._policy.lora.off():
+            return self._policy.score(micro_batches)
 
 
 def chosen_tokens(batch: MicroBatch, *, with_entropy: bool) -> ChosenTokens:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.core.decoder import PackedStage, unwrapped
@@ -24,7 +24,9 @@ from dapo_mega.megatron.core.optimization import (
     with_gradients,
 )
 from dapo_mega.megatron.gathering import WeightGatherer
+from dapo_mega.megatron.lora import Lora
 from dapo_mega.megatron.megatron_model import Batch, MakeLabels, MakeLoss, MegatronModel
+from dapo_mega.models.peft_adapters import check_lora
 from dapo_mega.models.stored_model import StoredModel
 from dapo_mega.types import Receivers, WeightBucket
 
@@ -70,9 +72,17 @@ class TrainedModel(MegatronModel):
         updates_per_step: int,
         num_steps: int,
         compute: ComputeConfig,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
     ) -> None:
+        """With `lora` only adapters learn; `seed` is that of their first values and of dropout."""
+        if lora:
+            check_lora(lora, stored.family, stored.arch)
         super().__init__(stored, model, parallel, processes, compute, make_stage)
-        self._gatherer = WeightGatherer([unwrapped(chunk) for chunk in self.chunks], self.layout, processes)
+        inner = [unwrapped(chunk) for chunk in self.chunks]
+        self.lora = Lora(inner, self.layout, processes, self.config, lora, seed) if lora else None
+        merged = {"merged": self.lora.merged} if self.lora else {}
+        self._gatherer = WeightGatherer(inner, self.layout, processes, **merged)
         self.chunks = with_gradients(self.chunks, self.config, compute)
         self.optimizer = make_optimizer(optimizer, self.config, compute, self.chunks)
         self._overlaps_param_gather = compute.overlap_param_gather
@@ -172,6 +182,14 @@ class TrainedModel(MegatronModel):
         """Collective; see `WeightSource` and `WeightGatherer.weights`."""
         self.finish_param_gather()
         return self._gatherer.weights(bucket_bytes, to, replicas)
+
+    def adapters(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Collective; A and B of LoRA as `weights` are gathered, by peft's names. Parts of layers that are no targets
+        have zeros."""
+        assert self.lora
+        self.finish_param_gather()
+        inner = [unwrapped(chunk) for chunk in self.chunks]
+        return WeightGatherer(inner, self.lora.layout, self.processes).weights(bucket_bytes)
 
     def weight_plan(self, bucket_bytes: int) -> list[list[WeightBucket]]:
         """See `WeightSource`."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -74,8 +74,11 @@ def _router_biases(module: torch.nn.Module, arch: Architecture) -> Iterator[tupl
 
 
 _LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers\.)\d+")
-# `experts.local_experts.3.linear_fc1.weight` in local layers, `experts.linear_fc1.weight3` in grouped ones.
-_EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
+# `experts.local_experts.3.linear_fc1.weight` in local layers, `experts.linear_fc1.weight3` in grouped ones,
+# whose adapters are `experts.linear_fc1.lora.3.B`.
+_EXPERT_NUMBER = re.compile(
+    r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$|(?<=\.experts\.linear_fc[12]\.lora\.)\d+"
+)
 
 
 def _renumbered(number: re.Pattern[str], name: str, first: int) -> str:
@@ -96,12 +99,20 @@ def load_weights(
     InputError that names missing or additional tensors and those of another shape.
     """
     check_source(checkpoint, layout.family, layout.arch)
-    parameters = named_parameters(chunks, layout, processes)
+    fill_parameters(named_parameters(chunks, layout, processes), checkpoint, layout, processes)
+
+
+class _Tensors(Protocol):
+    def tensor(self, name: str) -> Tensor: ...
+
+
+def fill_parameters(parameters: Parameters, source: _Tensors, layout: ChunkLayout, processes: Processes) -> None:
+    """Give this rank's parameters, all of which are tensors of the layout, their shards of what the source has."""
     filled = set()
     for placed in _wanted(layout, processes, parameters):
         parameter = local_parameter(parameters, placed)
-        full = [checkpoint.tensor(name) for name in placed.hf]
-        rank, size = _shard_of(placed, processes)
+        full = [source.tensor(name) for name in placed.hf]
+        rank, size = shard_of(placed, processes)
         shard = take_shard(full, placed.layout, layout.arch, rank, size)
         assert shard.shape == parameter.shape, placed
         with torch.no_grad():
@@ -132,14 +143,14 @@ def _wanted(layout: ChunkLayout, processes: Processes, parameters: Parameters) -
         for placed in layout.tensors(chunk)
         if placed.expert is None or any(name in parameters for name in placed.megatron)
     ]
-    if layout.arch.tied_embeddings and processes.is_last_stage and processes.pipeline_size > 1:
+    if "output_layer.weight" in parameters and layout.arch.tied_embeddings and processes.pipeline_size > 1:
         # The last stage keeps its own copy of the tied embedding as its output layer.
         embedding = next(iter(layout.tensors(0)))
         wanted.append(PlacedTensor(("output_layer.weight",), embedding.hf, embedding.layout))
     return wanted
 
 
-def _shard_of(placed: PlacedTensor, processes: Processes) -> tuple[int, int]:
+def shard_of(placed: PlacedTensor, processes: Processes) -> tuple[int, int]:
     """(rank, size) of the tensor parallelism of a parameter, which is separate for experts."""
     if placed.expert is None:
         return processes.tensor_rank, processes.tensor_size

@@ -95,10 +95,11 @@ class HfCheckpoint:
     that is used is read from disk.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Opens every file, which checks that its header is sound and that it has the length the header says."""
+    def __init__(self, path: Path, only_file: str | None = None) -> None:
+        """Opens every file, or the only one, which checks that its header is sound and that it has the length the
+        header says."""
         self.path = path
-        listed = _read_index(path)
+        listed = dict.fromkeys(_open(path / only_file).keys(), only_file) if only_file else _read_index(path)
         held = {file: _specs(path / file) for file in sorted(set(listed.values()))}
         self._files = {name: file for file, specs in held.items() for name in specs}
         self._specs = {name: spec for specs in held.values() for name, spec in specs.items()}

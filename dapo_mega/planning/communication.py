@@ -66,7 +66,7 @@ def _data_parallel(workload: Workload) -> list[Traffic]:
 def _largest_buffers(workload: Workload, placement: RankLayout) -> tuple[ParameterBytes, ParameterBytes]:
     """`stage_buffers` of the stage with the most gradients."""
     config, stages = workload.config, range(placement.parallel.pipeline)
-    buffers = [stage_buffers(placement, stage, config.model, config.compute) for stage in stages]
+    buffers = [stage_buffers(placement, stage, config.model, config.compute, config.lora) for stage in stages]
     dense, spread = (max((stage[part] for stage in buffers), key=lambda held: held.gradients) for part in (0, 1))
     return dense, spread
 

@@ -124,7 +124,7 @@ def bucket_memory(workload: Workload) -> float:
 def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
     """Bytes that a process of the trainer keeps from start to end, part by part."""
     config, placement = workload.config, workload.placement
-    held = stage_bytes(placement, stage, config.model, config.compute)
+    held = stage_bytes(placement, stage, config.model, config.compute, config.lora)
     always: dict[str, float] = {
         "parameters": held.parameters,
         "gradients": held.gradients,
@@ -132,7 +132,7 @@ def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
     }
     if config.compute.fp8.enabled:
         always["FP8 weights"] = fp8_weight_bytes(placement, stage, config.compute)
-    if config.algorithm.uses_reference:
+    if config.algorithm.uses_reference and not config.lora:
         always["reference model"] = held.parameters
     if config.uses_critic:
         critic = stage_bytes(placement.of_critic, stage, config.model, config.compute)

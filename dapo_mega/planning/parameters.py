@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, ParallelConfig
 from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
 if TYPE_CHECKING:
@@ -59,24 +59,76 @@ def _whole_model(arch: Architecture) -> tuple[int, int]:
     return sum(dense_numels(whole, chunk)), sum(expert_numels(whole, chunk))
 
 
-def stage_bytes(placement: RankLayout, stage: int, model: ModelConfig, compute: ComputeConfig) -> ParameterBytes:
+def stage_bytes(
+    placement: RankLayout, stage: int, model: ModelConfig, compute: ComputeConfig, lora: LoraConfig | None = None
+) -> ParameterBytes:
     """Parameters, gradients and optimizer state of one process of a pipeline stage."""
-    dense, experts = stage_buffers(placement, stage, model, compute)
-    return dense + experts
+    dense, experts = stage_buffers(placement, stage, model, compute, lora)
+    frozen = 0
+    for chunk in placement.chunks(stage) if lora else ():
+        frozen += sum(dense_numels(placement, chunk)) + sum(expert_numels(placement, chunk))
+    return dense + experts + ParameterBytes(frozen * DTYPE_BYTES[model.dtype], 0, 0)
 
 
 def stage_buffers(
-    placement: RankLayout, stage: int, model: ModelConfig, compute: ComputeConfig
+    placement: RankLayout, stage: int, model: ModelConfig, compute: ComputeConfig, lora: LoraConfig | None = None
 ) -> tuple[ParameterBytes, ParameterBytes]:
-    """Like `stage_bytes`, in two parts: parameters that data x context parallel ranks share, and spread experts."""
+    """Like `stage_bytes`, of what is trained, in two parts: parameters that data x context parallel ranks share, and
+    spread experts."""
     shared, spread = ParameterBytes(0, 0, 0), ParameterBytes(0, 0, 0)
     for chunk in placement.chunks(stage):
-        dense, experts = dense_numels(placement, chunk), expert_numels(placement, chunk)
+        if lora:
+            dense, experts = adapter_numels(placement, chunk, lora)
+        else:
+            dense, experts = dense_numels(placement, chunk), expert_numels(placement, chunk)
         if not placement.has_spread_experts:
             dense, experts = dense + experts, []
         shared += _buffer_bytes(dense, placement.optimizer_shards, model, compute)
         spread += _buffer_bytes(experts, placement.expert_shards, model, compute)
     return shared, spread
+
+
+def num_trained_parameters(arch: Architecture, lora: LoraConfig) -> int:
+    """Elements of A and B of the whole model."""
+    whole, chunk = RankLayout(arch, ParallelConfig(), 1), Chunk(0, arch.num_layers, is_first=True, is_last=True)
+    return sum(map(sum, adapter_numels(whole, chunk, lora)))
+
+
+def adapter_numels(placement: RankLayout, chunk: Chunk, lora: LoraConfig) -> tuple[list[int], list[int]]:
+    """Elements of each A and B of a chunk on one process: outside of experts, and of experts. B has rows for all parts
+    of a fused layer."""
+    parallel, arch, rank = placement.parallel, placement.arch, lora.rank
+    dense: list[int] = []
+    experts: list[int] = []
+    alike = {arch.has_experts(layer): layer for layer in chunk.layers}
+    for layer in chunk.layers:
+        for rows, columns, num_parts, is_row, is_expert in _adapted_in(arch, alike[arch.has_experts(layer)], lora):
+            size = parallel.expert_tensor if is_expert else parallel.tensor
+            down, up = (columns // size, rows) if is_row else (columns, rows // size)
+            found = [rank * down] * num_parts + [rank * up]
+            if is_expert:
+                assert arch.experts
+                experts += found * (arch.experts.number // parallel.expert)
+            else:
+                dense += found
+    return dense, experts
+
+
+@cache
+def _adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[tuple[int, int, int, bool, bool]]:
+    """(rows, columns, targets, whether inputs are cut, whether an expert's) of each weight of a layer that has
+    adapters; the first expert stands for all."""
+    from dapo_mega.models.families import find_family
+    from dapo_mega.models.hf_shapes import hf_shape
+    from dapo_mega.models.peft_adapters import adapted
+
+    tensors = find_family(arch.model_type).tensors(arch, range(layer, layer + 1), False, False)
+    found = []
+    for weight in adapted((placed for placed in tensors if placed.expert in (None, 0)), lora.targets):
+        shapes = [hf_shape(name, arch) for name in weight.placed.hf]
+        rows, is_expert = sum(rows for rows, _ in shapes), weight.placed.expert is not None
+        found.append((rows, shapes[0][1], len(weight.parts), weight.is_row, is_expert))
+    return found
 
 
 def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:

@@ -8,9 +8,10 @@ from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, TrainingConfig
 from dapo_mega.config.fleet import parse_address
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, load_architecture
-from dapo_mega.models.families import read_architecture
+from dapo_mega.models.families import find_family, read_architecture
+from dapo_mega.models.peft_adapters import check_lora
 from dapo_mega.models.stored_model import critic_architecture
-from dapo_mega.planning.parameters import num_active_parameters, num_parameters
+from dapo_mega.planning.parameters import num_active_parameters, num_parameters, num_trained_parameters
 
 
 def describe_run(config: RunConfig, world_size: int) -> list[str]:
@@ -57,6 +58,8 @@ def _describe_model(
     if arch:
         arch.check_layout(parallel)
         arch.check_fp8(parallel, config.compute.fp8.scaling)
+        if config.lora:
+            check_lora(config.lora, find_family(arch.model_type), arch, is_here=Path(config.lora.path or "").exists())
     try:
         data_size = parallel.data_size(world_size)
     except ValueError as error:
@@ -81,6 +84,11 @@ def _describe_model(
             + f", {arch.num_layers} layers ({arch.num_layers // parallel.pipeline} per stage), "
             f"hidden {arch.hidden_size}, "
             f"vocabulary {arch.vocab_size} (padded to {arch.padded_vocab_size(parallel.tensor)})"
+        )
+    if arch and config.lora:
+        trained = num_trained_parameters(arch, config.lora)
+        lines.append(
+            f"LoRA: {trained / 1e6:,.2f} M parameters are trained, {trained / num_parameters(arch):.2%} of the model's"
         )
     return lines, notes, data_size
 

@@ -80,7 +80,8 @@ def step_time(
     num_micro_batches = workload.micro_batches(workload.mean_length)
     passes = 1 + config.algorithm.uses_reference
     forward = _slowest_stage(workload, machine, 1.0, 1.0) * passes
-    layers, head = 3.0 + _recomputed_share(workload), 3.0 + config.compute.fused_output_layer
+    backward = 2.0 - bool(config.lora)  # Frozen weights have no gradients.
+    layers, head = 1.0 + backward + _recomputed_share(workload), 1.0 + backward + config.compute.fused_output_layer
     update = _slowest_stage(workload, machine, layers, head) * config.batch.epochs
     if config.uses_critic:
         forward += _slowest_stage(workload, machine, 1.0, 0.0)

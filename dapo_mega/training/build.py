@@ -36,6 +36,7 @@ from dapo_mega.metrics import Histogram, MetricsWriter, ProgressDisplay, StageTi
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.metrics.timeline.file import TimelineWriter
 from dapo_mega.models import Architecture, load_architecture
+from dapo_mega.models.peft_adapters import check_lora
 from dapo_mega.preparation.card import CardReference
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rewards.build import make_reward, needed_correctness
@@ -144,7 +145,9 @@ def read_inputs(config: RunConfig) -> RunInputs:
     evaluation_prompts = None
     if config.data.evaluation:
         evaluation_prompts = load_evaluation_prompts(config.data, tokenizer, render)
-    arch = load_architecture(Path(config.model.path))[1]
+    family, arch = load_architecture(Path(config.model.path))
+    if config.lora:
+        check_lora(config.lora, family, arch)
     check_routing(config, arch)
     check_compute(arch, config.model, config.compute)
     try_own_code(config.own_code.values(), config.batch.group_size)

@@ -115,7 +115,7 @@ class Saving:
         settings = self.config.checkpoint
         self.trainer.finish_saving(wait=False)
         if settings.hf_every and step % settings.hf_every == 0:
-            self.trainer.export(Path(self.config.output_dir) / f"hf_step_{step:08d}")
+            self._export(f"_step_{step:08d}")
         if (settings.every and step % settings.every == 0) or step == self.config.num_steps:
             self.trainer.save(step, self.state())
 
@@ -147,4 +147,10 @@ class Saving:
             folder = Path(self.config.output_dir)
             if self.trainer.facts.has_critic:  # First: `hf` is what says that the run is finished.
                 self.trainer.export(folder / "hf_critic", critic=True)
-            self.trainer.export(folder / "hf")
+            self._export()
+
+    def _export(self, when: str = "") -> None:
+        folder = Path(self.config.output_dir)
+        if self.config.lora:
+            self.trainer.export_adapter(folder / f"adapter{when}")
+        self.trainer.export(folder / f"hf{when}")

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.step import StepBatch
-from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
+from dapo_mega.checkpoints.hf_export import save_adapter, save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState, find_damage_in_share
 from dapo_mega.config import TrainingConfig
 from dapo_mega.distributed.commands import Commanded, Own, command, gathered
@@ -117,6 +117,11 @@ class ModelTrainer(Commanded, Generic[ConfigT]):
         model = self.critic if critic else self.policy
         assert model
         save_hf_checkpoint(model, folder)
+
+    @command
+    def export_adapter(self, folder: Path) -> None:
+        """Write the policy's adapters in peft's format. Raises InputError if writing fails."""
+        save_adapter(self.policy, folder)
 
     def _facts(self) -> Facts:
         return Facts(self.processes.world_size, self.policy.packing_layout, self.critic is not None)

@@ -133,6 +133,8 @@ class FineTuner(ModelTrainer[SftConfig]):
             updates_per_step=1,
             num_steps=config.num_steps,
             compute=config.compute,
+            lora=config.lora,
+            seed=config.seed,
         )
         return self._facts()
 

@@ -32,7 +32,7 @@ from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import split
 from dapo_mega.errors import StopRequested
 from dapo_mega.megatron.covariance import choose_tokens
-from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, TokenScores
+from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, TokenScores, WithoutAdapters
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, needs_whole_trajectories
 from dapo_mega.megatron.token_advantages import (
@@ -56,6 +56,7 @@ from dapo_mega.weight_sync.update import SenderPlaces
 
 T = TypeVar("T")
 Metrics = dict[str, float]
+Reference = ScoringModel | WithoutAdapters
 Floats = npt.NDArray[np.float64]
 
 
@@ -115,7 +116,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
     """Trains a policy by RL, with the reference of a KL penalty and the critic of PPO where the method has them. Where
     engines are embedded, each replica's leader has one."""
 
-    reference: ScoringModel | None = None
+    reference: Reference | None = None
 
     def __init__(
         self,
@@ -406,9 +407,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
             self.sender.close()
 
 
-def build_models(
-    config: RunConfig, processes: Processes
-) -> tuple[MegatronPolicy, ScoringModel | None, ValueModel | None]:
+def build_models(config: RunConfig, processes: Processes) -> tuple[MegatronPolicy, Reference | None, ValueModel | None]:
     """The policy, the reference of a KL penalty and the critic of PPO, as the run begins with them."""
     policy = MegatronPolicy(
         config.model,
@@ -419,9 +418,13 @@ def build_models(
         updates_per_step=config.batch.updates_per_step,
         num_steps=config.num_steps,
         compute=config.compute,
+        lora=config.lora,
+        seed=config.seed,
     )
-    reference = None
-    if config.algorithm.uses_reference:
+    reference: Reference | None = None
+    if config.algorithm.uses_reference and config.lora:
+        reference = WithoutAdapters(policy)
+    elif config.algorithm.uses_reference:
         reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature, config.compute)
     critic = None
     if config.uses_critic:

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import AlgorithmConfig, ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes
@@ -60,6 +60,7 @@ def _three_updates(name, case, model, checkpoints):
         updates_per_step=1,
         num_steps=NUM_UPDATES,
         compute=ComputeConfig(**case.get("compute", {})),
+        lora=LoraConfig(**case["lora"]) if "lora" in case else None,
     )
     before = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
     before = {name: tensor.clone() for name, tensor in before.items()}

@@ -104,6 +104,10 @@ ELSEWHERE = {
     ),
     "compute.optimizer_offload": "te_cpu/emulated/test_devices.py::"
     "test_a_changed_share_of_offloading_takes_effect_at_a_resume",
+    **dict.fromkeys(
+        ("lora.rank", "lora.alpha", "lora.targets", "lora.dropout"),
+        "numerics/test_lora.py::test_changed_adapters_take_effect_at_a_resume",
+    ),
     "optimizer.max_skipped_updates": "integration/test_config_keys.py::assert_changes_of_the_optimizer_take_effect",
     **dict.fromkeys(("parallel.tensor", "parallel.pipeline", "parallel.context"), LAYOUTS),
     **dict.fromkeys(("parallel.sequence", "parallel.virtual_pipeline"), PARITY.format("dense_model")),
@@ -151,6 +155,7 @@ CHANGED = {
 NOT_CHANGED = {
     "data.evaluation.columns.response": "nothing: evaluations imitate nothing",
     "data.mixture.columns.response": "nothing: fine-tuning has no mixture",
+    "lora.path": "a run that begins: later its adapters are in its checkpoints",
     "model.architecture": "a dry run where the model is not",
     "algorithm.policy_loss.depends_on_split": "the trial of the loss before a run begins",
 }

@@ -5,6 +5,7 @@
 | `groups` | the ranks of this process, and what processes exchange |
 | `settings` | the run's configuration in Megatron's terms |
 | `layers`, `routing`, `local_layers`, `packed_attention` | the layers of a decoder |
+| `adapters` | low-rank matrices beside the weights of layers |
 | `decoder` | the model: its stages, and the schedule that runs them |
 | `optimization` | gradients, optimizer, learning rate, losses of experts |
 | `checkpoint_files` | what is saved of a model, written and read |

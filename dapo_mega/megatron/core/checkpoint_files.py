@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, force_all_tensors_to_non_fp8
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dapo_mega.megatron.core.repairs.background_writing import (
@@ -70,6 +71,29 @@ class CheckpointWriting:
         return bool(self._queue.get_num_unfinalized_calls())
 
 
+def sharded_parameter(
+    key: str,
+    parameter: torch.Tensor,
+    axis: int | None,
+    shard: tuple[int, int],
+    *,
+    is_expert: bool,
+    in_halves: bool,
+) -> Any:
+    """A parameter under the name `key` in the files. `axis`: that along which it is cut, None: it is the same on all
+    tensor-parallel processes; `shard`: (rank, size) of these. `in_halves`: two tensors that are cut alike, one upon the
+    other."""
+    rank, size = shard
+    replica = (
+        parallel_state.get_expert_data_parallel_rank()
+        if is_expert
+        else parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    )
+    cuts = [] if axis is None else [(axis, rank, size)]
+    whole = ShardedTensor.from_rank_offsets(key, parameter, *cuts, replica_id=(0, rank if axis is None else 0, replica))
+    return apply_swiglu_sharded_factory(whole, ()) if in_halves else whole
+
+
 def sharded_optimizer(optimizer: Any, chunks: Mapping[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
     """The state of the optimizer of these sharded chunks, to be saved or, if `is_loading`, filled. Collective."""
     allocate_adam_state(optimizer)
@@ -107,4 +131,5 @@ def random_states() -> dict[str, torch.Tensor]:
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
     """Continue with what `random_states` returned."""
     torch.set_rng_state(states["torch"])
-    get_cuda_rng_tracker().set_states({name: state for name, state in states.items() if name != "torch"})
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({**tracker.get_states(), **{name: s for name, s in states.items() if name != "torch"}})

@@ -63,6 +63,9 @@ OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 CRITIC_PREFIX = "critic."
 """What the names of a value model's tensors begin with that is stored beside a policy."""
 
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""Peft's configuration, which a checkpoint of adapters alone has beside them."""
+
 _BLOCK_FILES = "*.distcp"
 # Holds the number of rows that are not padding, which the stored shapes do not tell.
 _VOCABULARY_FILE = "vocabulary.json"
@@ -151,6 +154,11 @@ class MegatronFiles:
     def __init__(self, path: Path, *, is_critic: bool = False) -> None:
         self.path = path
         self._is_critic = is_critic
+        if (path / ADAPTER_CONFIG_FILE).exists():
+            raise InputError(
+                f"{path} holds LoRA adapters and not the model that they belong to; give the export of its run, the "
+                f"folder hf, in which they are merged"
+            )
         if not os.path.lexists(path / METADATA_FILE):
             raise InputError(
                 f"{path} holds {_BLOCK_FILES} files but no {METADATA_FILE}, which is written last; copy or "

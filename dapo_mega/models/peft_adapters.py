@@ -1,0 +1,251 @@
+"""LoRA adapters as peft stores them: which layers of a model have one, under which names, in which files."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dapo_mega.atomic_files import read_json_object, replace_file
+from dapo_mega.config.lora import ALL_LINEAR, LoraConfig
+from dapo_mega.errors import InputError
+from dapo_mega.models.architecture import Architecture
+from dapo_mega.models.families import ModelFamily, PlacedTensor
+from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors
+from dapo_mega.models.hf_shapes import hf_shape
+from dapo_mega.models.hf_writer import save_shard
+from dapo_mega.models.layouts import ShardRule
+from dapo_mega.models.megatron_format.files import ADAPTER_CONFIG_FILE
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_WEIGHT = re.compile(r"\.weight(\d*)$")
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+")
+# What peft's configuration may hold that changes what an adapter computes, with the values that it has without.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "use_rslora": (False,),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layers_to_transform": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+}
+
+
+class AdapterSource(Protocol):
+    """Gives A and B by the names that peft has for them."""
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """A weight whose layer has adapters; `parts` are the indices of the targets among the tensors it is made of."""
+
+    placed: PlacedTensor
+    parts: tuple[int, ...]
+
+    @property
+    def is_row(self) -> bool:
+        """Whether tensor parallelism cuts the layer's inputs, not its outputs."""
+        return self.placed.layout is ShardRule.ROW
+
+    def factors(self) -> Iterator[PlacedTensor]:
+        """An A [rank, in] of each target, then B [out, rank] of all parts together, cut as the weight is."""
+        cut_a = ShardRule.ROW if self.is_row else ShardRule.REPLICATED
+        for part in self.parts:
+            yield self._factor(f"A{part}", (peft_name(self.placed.hf[part], "A"),), cut_a)
+        names = tuple(peft_name(name, "B") for name in self.placed.hf)
+        yield self._factor("B", names, ShardRule.REPLICATED if self.is_row else self.placed.layout)
+
+    def _factor(self, name: str, hf: tuple[str, ...], layout: ShardRule) -> PlacedTensor:
+        # `linear_fc1.weight3` is the weight of one expert in a grouped layer.
+        megatron = (
+            _WEIGHT.sub(lambda found: f".lora.{found[1]}{'.' * bool(found[1])}{name}", weight)
+            for weight in self.placed.megatron
+        )
+        return PlacedTensor(tuple(megatron), hf, layout, self.placed.expert)
+
+
+def adapted(tensors: Iterable[PlacedTensor], targets: Collection[str]) -> list[AdaptedWeight]:
+    """Those of the weights that have adapters."""
+    found = []
+    for placed in tensors:
+        can_be = placed.layout in (ShardRule.COLUMN, ShardRule.ROW, ShardRule.QKV, ShardRule.GATE_UP)
+        if can_be and placed.hf[0].endswith(".weight"):
+            parts = tuple(i for i, name in enumerate(placed.hf) if _is_target(name, targets))
+            found += [AdaptedWeight(placed, parts)] if parts else []
+    return found
+
+
+def factors(tensors: Iterable[PlacedTensor], targets: Collection[str]) -> Iterator[PlacedTensor]:
+    """A and B of all of them. Of experts, as of weights, one factor of all experts, then the next."""
+    for _, together in itertools.groupby(
+        adapted(tensors, targets), lambda weight: _EXPERT.sub("", weight.placed.hf[0])
+    ):
+        for of_all in zip(*(weight.factors() for weight in together), strict=True):
+            yield from of_all
+
+
+def factor_shape(name: str, arch: Architecture, rank: int) -> tuple[int, int]:
+    """The shape of an A or B by its name in peft."""
+    rows, columns = hf_shape(_weight_name(name), arch)
+    return (rank, columns) if ".lora_A." in name else (rows, rank)
+
+
+def trained_names(family: ModelFamily, arch: Architecture, targets: Collection[str]) -> set[str]:
+    """The names that peft has for all A and B of the model."""
+    return {
+        peft_name(weight.placed.hf[part], factor)
+        for weight in adapted(all_tensors(family, arch), targets)
+        for part in weight.parts
+        for factor in "AB"
+    }
+
+
+def check_lora(lora: LoraConfig, family: ModelFamily, arch: Architecture, *, is_here: bool = True) -> None:
+    """Raise InputError for adapters that the model cannot have, or, where it `is_here`, another adapter than that in
+    `lora.path`."""
+    if arch.latent_attention:
+        raise InputError(
+            f"lora with the latent attention of {arch.model_type} is not supported yet; remove the section lora"
+        )
+    linear = [name for weight in adapted(all_tensors(family, arch), (ALL_LINEAR,)) for name in weight.placed.hf]
+    for target in lora.targets:
+        if not any(_is_target(name, (target,)) for name in linear):
+            kinds = sorted({name.split(".")[-2] for name in linear})
+            raise InputError(
+                f"lora.targets: {target!r} is no linear layer of {arch.model_type} that can have an adapter; choose "
+                f"among {', '.join(kinds)}, or {ALL_LINEAR}"
+            )
+    targeted = [name for name in linear if _is_target(name, lora.targets)]
+    smallest = min(targeted, key=lambda name: min(hf_shape(name, arch)))
+    if lora.rank > min(hf_shape(smallest, arch)):
+        rows, columns = hf_shape(smallest, arch)
+        raise InputError(
+            f"lora.rank={lora.rank} is larger than {smallest.removesuffix('.weight')}, which is {rows} x {columns}; "
+            f"set it to at most {min(rows, columns)}"
+        )
+    if lora.path and is_here:
+        PeftAdapter(Path(lora.path), lora, family, arch)
+
+
+class NewAdapter:
+    """A at random in +-1 / sqrt(in), as peft's, and B of zeros: at first the model is that without adapters. Values
+    depend on the seed and the name only, not on the layout."""
+
+    def __init__(self, arch: Architecture, rank: int, seed: int) -> None:
+        self._arch, self._rank, self._seed = arch, rank, seed
+
+    def tensor(self, name: str) -> Tensor:
+        shape = factor_shape(name, self._arch, self._rank)
+        if ".lora_B." in name:
+            return torch.zeros(shape)
+        generator = torch.Generator().manual_seed(seed_of(f"{self._seed} {name}"))
+        return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
+
+
+class PeftAdapter:
+    """The adapter in a folder of peft's."""
+
+    def __init__(self, path: Path, lora: LoraConfig, family: ModelFamily, arch: Architecture) -> None:
+        """Raises InputError for one that is not of `lora`, or not of a model of this family and these sizes."""
+        self._arch, self._rank = arch, lora.rank
+        raw = read_json_object(
+            path / ADAPTER_CONFIG_FILE, "give a folder that peft's save_pretrained wrote, or a run's adapter"
+        )
+        for key, values in _PLAIN.items():
+            if raw.get(key, values[0]) not in values:
+                raise InputError(
+                    f"{path / ADAPTER_CONFIG_FILE} has {key}={raw[key]!r}, which is not supported: only {values[0]!r} "
+                    f"is; merge the adapter into its model with peft's merge_and_unload, and start from that"
+                )
+        for key, own in (("r", lora.rank), ("lora_alpha", lora.alpha)):
+            if raw.get(key) != own:
+                name = "lora.rank" if key == "r" else "lora.alpha"
+                raise InputError(
+                    f"{name}={own} but the adapter in {path} has {key}={raw.get(key)}; set {name}={raw.get(key)}"
+                )
+        self._file = HfCheckpoint(path, WEIGHTS_FILE)
+        self._names = self._file.names()
+        wanted = trained_names(family, arch, lora.targets)
+        if unlike := sorted(wanted ^ self._names):
+            which = "lacks" if unlike[0] in wanted else "has"
+            raise InputError(
+                f"{path / WEIGHTS_FILE} {which} {unlike[0]}{f' and {len(unlike) - 1} more' if unlike[1:] else ''}, "
+                f"unlike an adapter of {arch.model_type} with lora.targets={list(lora.targets)}; set lora.targets to "
+                f"the adapter's target_modules, {raw.get('target_modules')}, or give an adapter of this model"
+            )
+        for name in sorted(wanted):
+            shape, expected = self._file.spec(name).shape, factor_shape(name, arch, lora.rank)
+            if shape != expected:
+                raise InputError(
+                    f"{path / WEIGHTS_FILE}: {name} is {list(shape)}, and for this model it would be {list(expected)}: "
+                    f"the adapter is of another one; give an adapter that was trained on model.path"
+                )
+
+    def tensor(self, name: str) -> Tensor:
+        """Zeros for a part of a layer that is not a target."""
+        if name in self._names:
+            return self._file.tensor(name)
+        return torch.zeros(factor_shape(name, self._arch, self._rank))
+
+
+def write_config(folder: Path, lora: LoraConfig, names: Iterable[str], base: Path) -> None:
+    """`adapter_config.json` of an adapter with the tensors `names`, trained on the model in `base`."""
+    modules = {_weight_name(name).split(".")[-2] for name in names}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    replace_file(folder / ADAPTER_CONFIG_FILE, json.dumps(config, indent=2))
+
+
+def write_adapter(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor], base: Path) -> None:
+    """A folder that peft loads."""
+    folder.mkdir(parents=True)
+    save_shard(tensors, folder / WEIGHTS_FILE)
+    write_config(folder, lora, tensors, base)
+
+
+def seed_of(text: str) -> int:
+    """A seed that another text does not have."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def peft_name(weight: str, factor: str) -> str:
+    """The name of A or B of a layer by its weight's Hugging Face name."""
+    return f"{_PREFIX}{weight.removesuffix('.weight')}.lora_{factor}.weight"
+
+
+def _weight_name(name: str) -> str:
+    return re.sub(r"\.lora_[AB]\.weight$", ".weight", name.removeprefix(_PREFIX))
+
+
+def _is_target(weight: str, targets: Collection[str]) -> bool:
+    """As peft: a target is the end of a module's name."""
+    module = weight.removesuffix(".weight")
+    return ALL_LINEAR in targets or any(module == target or module.endswith(f".{target}") for target in targets)

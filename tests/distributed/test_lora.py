@@ -1,0 +1,128 @@
+"""Adapters beside frozen weights learn the same under every layout, also when they continue from checkpoints."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dapo_mega.config import LoraConfig
+from dapo_mega.models import load_architecture
+from dapo_mega.models.peft_adapters import factor_shape, trained_names, write_adapter
+
+from .test_parallel_parity import assert_learns_the_same, only
+from .three_updates import learnt, three_updates
+from .tiny import make_moe_model, make_qwen2_moe_model, make_qwen3_model
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SP = {"tensor": 2, "sequence": True}
+VPP = {"pipeline": 2, "virtual_pipeline": 2}
+FULL = {"recompute": "full"}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+# number of processes -> {name: case}
+DENSE = {
+    1: {"one": {}, "recompute": {"compute": FULL}},
+    2: {
+        "tp2": {"parallel": {"tensor": 2}},
+        "tp2_sp_recompute": {"parallel": SP, "compute": FULL},
+        "vpp2x2": {"parallel": VPP, "save_after": 2},
+        "cp2": {"parallel": {"context": 2}},
+        "dp2_overlap": {"compute": OVERLAP},
+        "tp2_sp_from_vpp2x2": {"parallel": SP, "resume": "vpp2x2", "save_after": 3},
+    },
+}
+EXPERTS = {
+    1: {"one": {}},
+    2: {
+        "ep2": {"parallel": {"expert": 2}, "save_after": 1},
+        "tp2_ep2": {"parallel": {**SP, "expert": 2}},
+        "tp2_expert_tp2": {"parallel": {**SP, "expert_tensor": 2}},
+        "tp2_ep2_from_ep2": {"parallel": {**SP, "expert": 2}, "resume": "ep2"},
+    },
+    4: {"tp2_ep2_expert_tp2": {"parallel": {**SP, "expert": 2, "expert_tensor": 2}}},
+}
+# One key head, which two processes cut, and targets that leave out parts of layers.
+PARTS = {1: {"one": {}}, 2: {"tp2": {"parallel": {"tensor": 2}}, "tp2_sp": {"parallel": SP}}}
+SHARED = {1: {"one": {}}, 2: {"tp2_ep2": {"parallel": {**SP, "expert": 2}}}}
+DROPOUT = {
+    1: {"one": {}, "none": {"dropout": 0.0}, "recompute": {"compute": FULL}},
+    2: {
+        "tp2_sp": {"parallel": SP, "save_after": 1},
+        "tp2_sp_from_tp2_sp": {"parallel": SP, "resume": "tp2_sp"},
+        "tp2": {"parallel": {"tensor": 2}},
+    },
+}
+
+
+def make_adapter(folder: Path, model: Path, lora: LoraConfig, seed: int = 0) -> Path:
+    """An adapter whose A and B are both random."""
+    family, arch = load_architecture(model)
+    generator = torch.Generator().manual_seed(seed)
+    names = sorted(trained_names(family, arch, lora.targets))
+    tensors = {name: torch.randn(factor_shape(name, arch, lora.rank), generator=generator) * 0.1 for name in names}
+    write_adapter(folder, lora, tensors, model)
+    return folder
+
+
+def run_table(table, model, folder, dropout=0.0, **lora):
+    """{name: what the case left behind}, all beginning with one adapter."""
+    path = make_adapter(folder / "adapter", model, LoraConfig(**lora))
+    cases = {
+        size: {
+            name: {**case, "lora": {**lora, "dropout": case.get("dropout", dropout), "path": str(path)}}
+            for name, case in of_size.items()
+        }
+        for size, of_size in table.items()
+    }
+    results = {}
+    for size, of_size in cases.items():
+        results |= three_updates(size, of_size, dict.fromkeys(of_size, model), folder / "checkpoints")
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    biased = make_qwen3_model(folder / "dense", attention_bias=True)
+    one_key_head = make_qwen3_model(folder / "one_key_head", num_key_value_heads=1)
+    experts, shared = make_moe_model(folder / "experts"), make_qwen2_moe_model(folder / "shared")
+    every = {"rank": 4, "alpha": 8.0}
+    return {
+        "dense": run_table(DENSE, biased, folder / "of_dense", **every),
+        "experts": run_table(EXPERTS, experts, folder / "of_experts", **every),
+        "parts": run_table(PARTS, one_key_head, folder / "of_parts", **every, targets=("q_proj", "v_proj", "up_proj")),
+        "shared": run_table(SHARED, shared, folder / "of_shared", **every),
+        "dropout": run_table(DROPOUT, biased, folder / "of_dropout", dropout=0.3, **every),
+    }
+
+
+CASES = [
+    (kind, name)
+    for kind, table in {"dense": DENSE, "experts": EXPERTS, "parts": PARTS, "shared": SHARED}.items()
+    for cases in table.values()
+    for name in cases
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), [case for case in CASES if case[1] != "one"])
+def test_adapters_learn_the_same_under_every_layout(results, kind, name):
+    got, expected = results[kind][name], results[kind]["one"]
+    changed = [name for name, change in learnt(expected).items() if bool(change.any())]
+    frozen = expected["after"].keys() - set(changed)
+    assert all(torch.equal(got["after"][weight], got["before"][weight]) for weight in frozen)
+    assert_learns_the_same(only(got, changed), only(expected, changed))
+
+
+def test_the_targets_learn_and_nothing_else(results):
+    for kind, parts in (("dense", ("_proj",)), ("experts", ("_proj",)), ("parts", ("q_proj", "v_proj", "up_proj"))):
+        for name, change in learnt(results[kind]["one"]).items():
+            is_target = name.removesuffix(".weight").endswith(parts) and name.endswith(".weight")
+            assert bool(change.any()) == is_target, (kind, name)
+
+
+def test_dropout_is_repeated_and_resumed_to_the_bit(results):
+    cases = results["dropout"]
+    for again, first in (("recompute", "one"), ("tp2_sp_from_tp2_sp", "tp2_sp")):
+        assert all(torch.equal(cases[again]["after"][name], weight) for name, weight in cases[first]["after"].items())
+    assert cases["tp2"]["metrics"][0]["policy/loss"] != cases["none"]["metrics"][0]["policy/loss"]
+    assert cases["tp2"]["scores"] == pytest.approx(cases["none"]["scores"], rel=1e-5), "none is dropped in scoring"

@@ -1,0 +1,195 @@
+"""Adapters compute what peft computes, their gradients are those of float64, and engines get them merged."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dapo_mega.batching.samples import single_turn
+from dapo_mega.checkpoints.hf_export import save_adapter, save_hf_checkpoint
+from dapo_mega.checkpoints.store import CheckpointStore, LoopState
+from dapo_mega.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.engines.embedded.engine import EmbeddedEngine
+from dapo_mega.errors import InputError
+from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, WithoutAdapters
+from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
+from dapo_mega.megatron.processes import start_processes, stop_processes
+from dapo_mega.models.hf_checkpoint import HfCheckpoint
+from dapo_mega.types import GenerationRequest, SamplingParams
+from tests.distributed.test_lora import make_adapter
+from tests.distributed.three_updates import relative_error
+from tests.distributed.tiny import make_model, make_moe_model, make_qwen3_model, make_samples
+
+from .closeness import assert_alike
+from .test_policy_against_transformers import pack, transformers_logprobs
+
+EVERY = {"rank": 4, "alpha": 8.0}
+SCALE = 2.0
+SOME = {**EVERY, "targets": ("q_proj", "v_proj", "down_proj")}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    yield start_processes(ParallelConfig(), 0)
+    stop_processes()
+
+
+def make_policy(model, processes, path=None, **lora):
+    return MegatronPolicy(
+        ModelConfig(path=str(model), dtype="fp32"),
+        ParallelConfig(),
+        OptimizerConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.0, epsilon=1.0, clip_grad=0.0),
+        processes,
+        temperature=1.0,
+        updates_per_step=1,
+        num_steps=4,
+        lora=LoraConfig(**lora, path=str(path) if path else None),
+    )
+
+
+def gathered(policy):
+    return {name: t.clone() for bucket in policy.adapters(1 << 20) for name, t in bucket if name in policy.lora.names}
+
+
+def transformers_names(weights):
+    """The weights as transformers keeps them in memory, experts in one."""
+    kept, experts = {}, {}
+    for name, weight in weights.items():
+        layer, found, rest = name.partition(".mlp.experts.")
+        if found:
+            number, part, _ = rest.split(".")
+            experts.setdefault(layer, {}).setdefault(int(number), {})[part] = weight
+        else:
+            kept[name] = weight
+    for layer, of_layer in experts.items():
+        parts = [of_layer[number] for number in sorted(of_layer)]
+        gate_up = torch.stack([torch.cat([part["gate_proj"], part["up_proj"]]) for part in parts])
+        kept[f"{layer}.mlp.experts.gate_up_proj"] = gate_up
+        kept[f"{layer}.mlp.experts.down_proj"] = torch.stack([part["down_proj"] for part in parts])
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("make", "lora"), [(make_qwen3_model, SOME), (make_qwen3_model, EVERY), (make_moe_model, EVERY)]
+)
+def test_gradients_of_a_and_b_are_those_of_float64(tmp_path, processes, make, lora):
+    model = make(tmp_path / "model")
+    adapter = make_adapter(tmp_path / "adapter", model, LoraConfig(**lora))
+    policy = make_policy(model, processes, adapter, **lora)
+    factors = {name: tensor.double().requires_grad_() for name, tensor in gathered(policy).items()}
+    source = HfCheckpoint(model)
+    weights = {name: source.tensor(name).double() for name in source.names()}
+    for name in list(weights):
+        a = f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight"
+        if a in factors:
+            weights[name] = weights[name] + SCALE * factors[a.replace("lora_A", "lora_B")] @ factors[a]
+    samples = make_samples(6, all_in_loss=True)
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager")
+
+    def logits(tokens):
+        return torch.func.functional_call(oracle, transformers_names(weights), (tokens,))
+
+    loss = -transformers_logprobs(logits, samples, 1.0).mean()
+    expected = dict(zip(factors, torch.autograd.grad(loss, list(factors.values())), strict=True))
+    metrics = policy.update([TokenBatch(pack(samples))], SupervisedLoss())
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for parameter in policy.lora.parameters.values():
+        parameter.data = parameter.main_grad.clone()  # What is gathered now are the gradients.
+    got = gathered(policy)
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert relative_error({name: got[name]}, {name: gradient}) < 2e-5, name
+
+
+def test_the_first_model_is_that_without_adapters_and_stays_the_reference(tmp_path, processes):
+    model = make_model(tmp_path / "model", tied=True)
+    batch = pack(make_samples(6))
+    frozen = ScoringModel(ModelConfig(path=str(model), dtype="fp32"), ParallelConfig(), processes, 1.0)
+    (expected,) = frozen.score([batch])
+    policy = make_policy(model, processes, **EVERY)
+    assert torch.equal(policy.score([batch])[0].logprobs, expected.logprobs)
+    for _ in range(2):
+        policy.update([TokenBatch(batch)], SupervisedLoss())
+    (reference,) = WithoutAdapters(policy).score([batch])
+    assert torch.equal(reference.logprobs, expected.logprobs)
+    assert float((policy.score([batch])[0].logprobs - expected.logprobs).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("make", [make_qwen3_model, make_moe_model])
+def test_an_engine_that_gets_merged_weights_agrees_with_the_policy(tmp_path, processes, make):
+    model = make(tmp_path / "model")
+    policy = make_policy(model, processes, make_adapter(tmp_path / "adapter", model, LoraConfig(**EVERY)), **EVERY)
+    engine = EmbeddedEngine(model, torch.float32)
+    engine.load_weights(policy.weights(1 << 12), 0)
+    prompt = make_samples(1)[0].token_ids[:5].numpy()
+    requests = [GenerationRequest(i, prompt, i, SamplingParams(max_new_tokens=24)) for i in range(6)]
+    answers = engine.generate(requests)
+    samples = [single_turn(prompt, answer.token_ids, answer.logprobs) for answer in answers]
+    scores = policy.score([pack(samples)])[0].logprobs
+    assert_alike(scores, torch.from_numpy(np.concatenate([answer.logprobs for answer in answers])))
+
+
+@pytest.mark.parametrize("lora", [EVERY, SOME])
+def test_an_adapter_goes_to_peft_and_back(tmp_path, processes, lora):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = make_qwen3_model(tmp_path / "model", attention_bias=True)
+    adapter = make_adapter(tmp_path / "adapter", model, LoraConfig(**lora))
+    policy = make_policy(model, processes, adapter, **lora)
+    samples = make_samples(6, all_in_loss=True)
+    batch = pack(samples)
+    policy.update([TokenBatch(batch)], SupervisedLoss())
+    save_adapter(policy, tmp_path / "ours")
+    save_hf_checkpoint(policy, tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours", is_trainable=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        expected = policy.score([batch])[0].logprobs
+        assert_alike(transformers_logprobs(theirs, samples, 1.0), expected)
+        assert_alike(transformers_logprobs(merged, samples, 1.0), expected)
+    loss = -transformers_logprobs(theirs, samples, 1.0).mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(0.5 * parameter.grad)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours_again = make_policy(model, processes, tmp_path / "theirs", **lora)
+    with torch.no_grad():
+        expected = transformers_logprobs(theirs, samples, 1.0)
+        assert float((expected - policy.score([batch])[0].logprobs).abs().max()) > 1e-3
+        assert_alike(ours_again.score([batch])[0].logprobs, expected)
+        whole = theirs.merge_and_unload().state_dict()
+    for name, tensor in ((name, t) for bucket in ours_again.weights(1 << 20) for name, t in bucket):
+        assert_alike(tensor, whole[name], name=name)
+
+
+def test_changed_adapters_take_effect_at_a_resume(tmp_path, processes):
+    """Another rank or other targets do not fit what was saved; alpha and dropout act on it."""
+    model = make_qwen3_model(tmp_path / "model")
+    policy = make_policy(model, processes, make_adapter(tmp_path / "adapter", model, LoraConfig(**SOME)), **SOME)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    store.save(policy, LoopState(1, {}, {}), 1)
+
+    def resumed(**changes):
+        again = make_policy(model, processes, **{**SOME, **changes})
+        store.load(again, store.latest())
+        return again
+
+    for changes, said in (
+        ({"rank": 2}, "shape mismatch"),
+        ({"targets": (*SOME["targets"], "o_proj")}, "linear_proj.lora"),
+        (
+            {"targets": ("q_proj", "v_proj")},
+            r"adapters that lora.targets=\['q_proj', 'v_proj'\] leaves out \(.*fc2.lora",
+        ),
+    ):
+        with pytest.raises(InputError, match=said):
+            resumed(**changes)
+    batch = pack(make_samples(6, all_in_loss=True))
+    base, expected = HfCheckpoint(model), dict(pair for bucket in policy.weights(1 << 20) for pair in bucket)
+    for name, tensor in (pair for bucket in resumed(alpha=4.0).weights(1 << 20) for pair in bucket):
+        weight = base.tensor(name)
+        assert_alike(tensor - weight, (expected[name] - weight) / 2, name=name)
+    losses = [resumed(dropout=share).update([TokenBatch(batch)], SupervisedLoss()) for share in (0.0, 0.5)]
+    assert losses[0]["policy/loss"] != losses[1]["policy/loss"]
