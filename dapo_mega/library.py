@@ -47,8 +47,8 @@ class Run:
 
     def __enter__(self) -> Self:
         """Load models, data and rewards. Raises InputError for a configuration that cannot be run here."""
+        from dapo_mega.megatron.core.repairs import cpu_accelerator
         from dapo_mega.megatron.processes import start_processes, stop_processes
-        from dapo_mega.megatron.repairs import cpu_accelerator
         from dapo_mega.training import build, lifecycle, loop
         from dapo_mega.training.resume import refuse_changes
         from dapo_mega.training.run import close

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dapo_mega.distributed import accelerator
-from dapo_mega.megatron.repairs import cpu_accelerator
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 
 cpu_accelerator.install()
 torch.set_num_threads(1)

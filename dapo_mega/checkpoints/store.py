@@ -20,28 +20,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, force_all_tensors_to_non_fp8
-from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from dapo_mega.atomic_files import disk_refusal, read_json_object, replace_file
 from dapo_mega.checkpoints.folders import MANIFEST_FILE, CheckpointFolders, find_changed_bytes, read_manifest
 from dapo_mega.config import CheckpointConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError, is_lost_connection
-from dapo_mega.megatron.model import unwrapped
-from dapo_mega.megatron.repairs.background_writing import BackgroundWriting, from_snapshot, keep_results_in_process
-from dapo_mega.megatron.repairs.offloaded_optimizer import save_as_if_not_offloaded
-from dapo_mega.megatron.repairs.optimizer_checkpoints import (
-    allocate_adam_state,
-    keep_adam_step,
-    keep_bucket_padding,
+from dapo_mega.megatron.core.checkpoint_files import (
+    CHECKPOINT_ERRORS,
+    CheckpointWriting,
+    load_restricted,
+    num_optimizers,
+    random_states,
+    set_random_states,
+    sharded_optimizer,
+    with_prefix,
+    without_fp8,
 )
-from dapo_mega.megatron.repairs.restricted_loading import load_restricted
+from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer, write_config
 from dapo_mega.models.megatron_format.files import CRITIC_PREFIX, write_vocabulary
@@ -49,9 +45,6 @@ from dapo_mega.models.megatron_format.pickles import check_pickles, read_metadat
 from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-
-# Stores the optimizer's shards per parameter, so that any TP x PP x DP can read them.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
 
 _FULL_BYTES = 2**24
 _LAYER_STATE = "_extra_state"
@@ -78,7 +71,7 @@ class CheckpointStore(CheckpointFolders):
     ) -> None:
         super().__init__(root, keep_last, keep_every)
         self._asynchronous = asynchronous
-        self._writing = BackgroundWriting()
+        self._writing = CheckpointWriting()
         self._unfinished_step: int | None = None
         self._checksums: dict[str, int] = {}
 
@@ -148,8 +141,8 @@ class CheckpointStore(CheckpointFolders):
         step = self._unfinished_step
         if step is None:
             return
-        failure = _attempt(lambda: self._writing.maybe_finalize_async_calls(blocking=wait))
-        if failure is None and self._writing.get_num_unfinalized_calls():
+        failure = _attempt(lambda: self._writing.finalize(wait=wait))
+        if failure is None and self._writing.is_pending:
             return
         self._unfinished_step = None
         checksums = self._check(policy, failure, step)
@@ -161,17 +154,8 @@ class CheckpointStore(CheckpointFolders):
         """Start writing Megatron's files; `finish` waits for them."""
         content = _sharded_content(policy)
         if critic:
-            content["critic"] = _sharded_content(critic)
-            add_prefix_for_sharding(content["critic"], CRITIC_PREFIX)
-        # Addresses of the storages that training changes while the files are written.
-        kinds = (ShardedTensor, ShardedTensorFactory)
-        tensors = (shard.data for shard in nested_values(content) if isinstance(shard, kinds))
-        live = frozenset(data.untyped_storage().data_ptr() for data in tensors if data is not None)
-        keep_results_in_process()
-        request = dist_checkpointing.save(content, str(folder), content_metadata=_METADATA, async_sharded_save=True)
-        live = live if self._asynchronous else frozenset()
-        self._checksums = {}
-        self._writing.schedule_async_request(from_snapshot(request, live, self._checksums))
+            content["critic"] = with_prefix(_sharded_content(critic), CRITIC_PREFIX)
+        self._checksums = self._writing.start(content, folder, from_copy=self._asynchronous)
 
     def load(self, policy: TrainedModel, path: Path, critic: TrainedModel | None = None) -> LoopState:
         """Restore the policy, and the critic if one is given, in place, in any layout, and return the loop's state on
@@ -189,8 +173,7 @@ class CheckpointStore(CheckpointFolders):
         saved = read_metadata(path).state_dict_metadata.keys()
         wanted = _wanted_content(policy, saved)
         if critic:
-            wanted["critic"] = _wanted_content(critic, saved, CRITIC_PREFIX)
-            add_prefix_for_sharding(wanted["critic"], CRITIC_PREFIX)
+            wanted["critic"] = with_prefix(_wanted_content(critic, saved, CRITIC_PREFIX), CRITIC_PREFIX)
         try:
             loaded = load_restricted(wanted, path)
             values = read_json_object(path / "loop.json")
@@ -199,7 +182,7 @@ class CheckpointStore(CheckpointFolders):
                 values.pop(name, None)
             with np.load(path / "loop.npz") as file:
                 arrays = {name: file[name] for name in file.files}
-        except (CheckpointingException, TorchCheckpointException, OSError, ValueError, KeyError) as error:
+        except (*CHECKPOINT_ERRORS, OSError, ValueError, KeyError) as error:
             raise InputError(
                 f"checkpoint {path} cannot be loaded into this model ({_one_line(error)}); resume with the model.path "
                 f"the run was started with, remove the folder if it is damaged, or give another output_dir"
@@ -254,7 +237,7 @@ def _attempt(action: Callable[[], object]) -> str | None:
     """None, or why the file system failed. Re-raises other errors, such as the end of another process."""
     try:
         action()
-    except (OSError, CheckpointingException, TorchCheckpointException, RuntimeError) as error:
+    except (*CHECKPOINT_ERRORS, OSError, RuntimeError) as error:
         if is_lost_connection(error):
             raise
         return disk_refusal(error) or _one_line(error)
@@ -269,36 +252,28 @@ def _one_line(error: BaseException) -> str:
 
 def _sharded_content(model: TrainedModel) -> dict[str, Any]:
     """Megatron's sharded state dict of a model and its optimizer."""
-    allocate_adam_state(model.optimizer)
-    keep_bucket_padding(model.optimizer)
-    save_as_if_not_offloaded(model.optimizer)
     model.finish_param_gather()
     chunks = _sharded_chunks(model)
-    content = {
-        **chunks,
-        "optimizer": model.optimizer.sharded_state_dict(chunks, metadata=_METADATA),
-        "scheduler": model.schedule_state(),
-        "fp8": model.fp8_settings,
-    }
-    # FP8 parameters have no storage that can be written. Their float32 weights are among the optimizer's tensors.
-    force_all_tensors_to_non_fp8(content)
-    return content
+    # The float32 weights of FP8 parameters are among the optimizer's tensors.
+    return without_fp8(
+        {
+            **chunks,
+            "optimizer": sharded_optimizer(model.optimizer, chunks),
+            "scheduler": model.schedule_state(),
+            "fp8": model.fp8_settings,
+        }
+    )
 
 
 def _wanted_content(model: TrainedModel, saved: Collection[str], prefix: str = "") -> dict[str, Any]:
     """What Megatron is to load of a model and its optimizer, whose keys in the checkpoint begin with `prefix`. Of the
     layers' states only those that were `saved`: norms of Transformer Engine have one, those of Megatron have none."""
-    allocate_adam_state(model.optimizer)
-    keep_adam_step(model.optimizer)
-    keep_bucket_padding(model.optimizer)
-    save_as_if_not_offloaded(model.optimizer)
     chunks = _sharded_chunks(model)
     for chunk in chunks.values():
         for key in [key for key in chunk if key.endswith(_LAYER_STATE)]:
             if prefix + chunk[key].unique_key not in saved:
                 del chunk[key]
-    optimizer = model.optimizer.sharded_state_dict(chunks, is_loading=True, metadata=_METADATA)
-    return {**chunks, "optimizer": optimizer, "scheduler": {}}
+    return {**chunks, "optimizer": sharded_optimizer(model.optimizer, chunks, is_loading=True), "scheduler": {}}
 
 
 def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
@@ -327,7 +302,7 @@ def _sharded_chunks(model: TrainedModel) -> dict[str, Any]:
 def _check_optimizers(model: TrainedModel, path: Path, key: str) -> None:
     """Raises InputError for a checkpoint with or without expert parallelism, unlike this run: with it, Megatron saves a
     separate optimizer for experts."""
-    here = len(model.optimizer.chained_optimizers)
+    here = num_optimizers(model.optimizer)
     try:
         there = read_json_object(path / "loop.json").get(key, here)
     except (OSError, ValueError):
@@ -353,11 +328,11 @@ def _write_beside(
         np.savez(file, **contents)
         file.flush()
         os.fsync(file.fileno())
-    values = {"step": state.step, "num_optimizers": len(policy.optimizer.chained_optimizers)}
+    values = {"step": state.step, "num_optimizers": num_optimizers(policy.optimizer)}
     if critic:
         assert critic.export_config
         write_config(folder / CRITIC_CONFIG_FILE, critic.export_config, {critic.config.params_dtype})
-        values["num_critic_optimizers"] = len(critic.optimizer.chained_optimizers)
+        values["num_critic_optimizers"] = num_optimizers(critic.optimizer)
     replace_file(folder / "loop.json", json.dumps({**values, **state.values}))
 
 
@@ -365,11 +340,10 @@ def _gather_rng(policy: TrainedModel) -> Arrays:
     """Every rank's random-number states, which have the same names and sizes. Collective."""
     processes = policy.processes
     arrays: dict[str, npt.NDArray[Any]] = {}
-    for name, state in {"torch": torch.get_rng_state(), **tensor_parallel.get_cuda_rng_tracker().get_states()}.items():
-        if isinstance(state, torch.Tensor):
-            states = [torch.empty_like(state, device="cpu") for _ in range(processes.world_size)]
-            dist.all_gather(states, state.cpu(), group=processes.control)
-            arrays |= {f"rng/{_layout(policy)}/{rank}/{name}": found.numpy() for rank, found in enumerate(states)}
+    for name, state in random_states().items():
+        states = [torch.empty_like(state, device="cpu") for _ in range(processes.world_size)]
+        dist.all_gather(states, state.cpu(), group=processes.control)
+        arrays |= {f"rng/{_layout(policy)}/{rank}/{name}": found.numpy() for rank, found in enumerate(states)}
     return arrays
 
 
@@ -382,8 +356,7 @@ def _restore_rng(policy: TrainedModel, arrays: Arrays) -> None:
     prefix = f"rng/{_layout(policy)}/{policy.processes.rank}/"
     mine = {name.removeprefix(prefix): torch.from_numpy(s) for name, s in arrays.items() if name.startswith(prefix)}
     if mine:
-        torch.set_rng_state(mine.pop("torch"))
-        tensor_parallel.get_cuda_rng_tracker().set_states(mine)
+        set_random_states(mine)
 
 
 def _layout(policy: TrainedModel) -> str:

@@ -66,6 +66,6 @@ def load_to_train(kind: type[ConfigT], arguments: argparse.Namespace) -> ConfigT
 def prepare_megatron() -> None:
     """Let Megatron-Core be imported, also without a GPU, and say nothing that helps nobody."""
     quiet_libraries()
-    from dapo_mega.megatron.repairs import cpu_accelerator
+    from dapo_mega.megatron.core.repairs import cpu_accelerator
 
     cpu_accelerator.install()

@@ -19,8 +19,8 @@ from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.conversion.convert import Checkpoint
+from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.megatron_policy import ScoringModel
-from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.models.hf_checkpoint import same_bits
 from dapo_mega.models.megatron_format.files import MegatronCheckpoint

@@ -34,11 +34,15 @@ def share_gloo_devices() -> None:
     class SharingGroup(original):  # type: ignore[misc, valid-type]
         shares_devices = True
 
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = c10d.default_pg_timeout) -> None:
+        def __init__(
+            self, store: Any, rank: int, size: int, timeout: timedelta = c10d.default_pg_timeout, **settings: Any
+        ) -> None:
             options = original._Options()
             options._devices = own_devices()
             options._threads = 2 * len(options._devices)  # As torch has it.
             options._timeout = timeout
+            for name, value in settings.items():  # Of torch 2.14 and newer.
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     setattr(c10d, "ProcessGroupGloo", SharingGroup)  # noqa: B010 (mypy takes the name for a type)

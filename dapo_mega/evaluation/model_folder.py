@@ -122,7 +122,7 @@ def _checked(path: Path) -> EvaluatedModel:
 
 
 def _converted(checkpoint: Path, work_folder: Path) -> EvaluatedModel:
-    from dapo_mega.megatron.repairs import cpu_accelerator
+    from dapo_mega.megatron.core.repairs import cpu_accelerator
 
     cpu_accelerator.install()
     from dapo_mega.conversion.convert import open_checkpoint, to_hf

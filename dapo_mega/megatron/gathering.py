@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from dapo_mega.distributed.processes import Processes
+from dapo_mega.megatron.core.groups import expert_tensor_group, pipeline_group
+from dapo_mega.megatron.core.layers import is_fp8
 from dapo_mega.megatron.weights import ChunkLayout, local_parameter, named_parameters, owner_of
 from dapo_mega.models import ShardRule, merge_shards
 from dapo_mega.models.families import PlacedTensor
@@ -120,13 +120,13 @@ class WeightGatherer:
         self._layout = layout
         self._processes = processes
         self._parameters = named_parameters(chunks, layout, processes)
-        self._expert_tensor_size = parallel_state.get_expert_tensor_parallel_world_size()
+        self._expert_tensor_size = expert_tensor_group().size()
         self._stage_size = processes.world_size // processes.pipeline_size
         self._dense_group = self._group_of(processes.tensor_size)
         self._expert_group = self._group_of(self._expert_tensor_size * processes.expert_size)
         mine = {chunk: self._shapes(chunk) for chunk in layout.chunks_of(processes.pipeline_rank)}
         everyones: list[Any] = [None] * processes.pipeline_size
-        dist.all_gather_object(everyones, mine, group=parallel_state.get_pipeline_model_parallel_group())
+        dist.all_gather_object(everyones, mine, group=pipeline_group())
         self._gathered = [
             [
                 self._gathered_parameter(placed, *shape)
@@ -181,7 +181,7 @@ class WeightGatherer:
     def _mine(self, placed: tuple[PlacedTensor, ...]) -> Tensor:
         mine = local_parameter(self._parameters, placed[self._processes.expert_rank if len(placed) > 1 else 0])
         # FP8 parameters refuse the views that full tensors are merged of, and consumers do not know their type.
-        return mine.dequantize() if is_float8tensor(mine) else mine
+        return mine.dequantize() if is_fp8(mine) else mine
 
     def weights(
         self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None

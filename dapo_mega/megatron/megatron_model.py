@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from dapo_mega.algorithms.aggregation import AggregationKind
@@ -19,10 +18,11 @@ from dapo_mega.batching.scatter import ScatterGroups
 from dapo_mega.batching.step import PlannedSamples, StepBatch, pack_step, plan_samples
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.megatron.layer_specs import check_compute, use_deterministic_algorithms, uses_transformer_engine
-from dapo_mega.megatron.model import build_chunks, transformer_config, unwrapped
-from dapo_mega.megatron.packed_attention import packed_segments
-from dapo_mega.megatron.packed_stage import PackedStage
+from dapo_mega.megatron.compute_checks import check_compute, use_deterministic_algorithms
+from dapo_mega.megatron.core.decoder import PackedStage, build_chunks, run_chunk, run_schedule, unwrapped
+from dapo_mega.megatron.core.layers import uses_transformer_engine
+from dapo_mega.megatron.core.packed_attention import packed_segments
+from dapo_mega.megatron.core.settings import transformer_config
 from dapo_mega.megatron.weights import ChunkLayout, load_weights
 from dapo_mega.models import Architecture, ModelFamily
 from dapo_mega.models.stored_model import StoredModel
@@ -75,7 +75,6 @@ class MegatronModel:
         self.layout = ChunkLayout(stored.family, arch, parallel.pipeline, parallel.virtual_pipeline)
         self._plan_attention = not uses_transformer_engine(model)
         self._fp8_multiple = _FP8_TOKEN_MULTIPLE[compute.fp8.scaling]
-        self._schedule = get_forward_backward_func()
         self.chunks: list[Any] = build_chunks(arch, self.config, model, make_stage)
         load_weights([unwrapped(chunk) for chunk in self.chunks], stored.source, self.layout, processes)
         for chunk in self.chunks:
@@ -144,19 +143,7 @@ class MegatronModel:
             output = self._forward(chunk, batch.micro_batch.to(self.processes.device), make_labels)
             return output, make_loss(batch) if make_loss else _as_it_is
 
-        iterators = [iter(batches) for _ in self.chunks]
-        results: list[Any] = self._schedule(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks,
-            num_microbatches=len(batches),
-            # Stages exchange the real shapes (variable_seq_lengths); the schedule only needs some length.
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=make_loss is None,
-            collect_non_loss_data=make_loss is None,
-        )
-        return results
+        return run_schedule(forward_step, batches, self.chunks, learns=make_loss is not None)
 
     def _forward(self, chunk: Any, batch: MicroBatch, make_labels: MakeLabels) -> Tensor:
         """Hidden states, or on the last chunk what its head makes of them and of the labels."""
@@ -167,10 +154,7 @@ class MegatronModel:
             context_rank=self.processes.context_rank,
             context_size=self.processes.context_size,
         )
-        output: Tensor = chunk(
-            batch.tokens[None], batch.positions[None], None, labels=make_labels(batch), packed_seq_params=segments
-        )
-        return output
+        return run_chunk(chunk, batch.tokens, batch.positions, segments, make_labels(batch))
 
 
 def _as_it_is(output: Tensor, non_loss_data: bool) -> Tensor:

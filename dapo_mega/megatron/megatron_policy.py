@@ -15,8 +15,8 @@ from torch import Tensor
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed.processes import Processes
+from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.megatron_model import MegatronModel
-from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.objectives import Objective, TokenBatch, TokenOutputs
 from dapo_mega.megatron.output_layer import ChosenTokens, PolicyStage
 from dapo_mega.megatron.trained_model import TrainedModel

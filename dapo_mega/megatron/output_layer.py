@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
 
+from dapo_mega.megatron.core.decoder import PackedStage
+from dapo_mega.megatron.core.groups import gathered_tokens, shared_input
 from dapo_mega.megatron.fused_logprobs import output_logprobs
 from dapo_mega.megatron.logprobs import vocab_parallel_logprobs
-from dapo_mega.megatron.packed_stage import PackedStage
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,7 @@ class ChosenTokens:
 
 
 class PolicyStage(PackedStage):
-    """A GPTModel whose last chunk returns float32 [2, N], log-probs and entropies in nats, given `ChosenTokens` as its
-    `labels`; the other chunks return hidden states."""
+    """Its last chunk returns float32 [2, N], log-probs and entropies in nats, given `ChosenTokens` as its `labels`."""
 
     def __init__(self, *args: Any, temperature: float, true_vocab_size: int, fused: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,10 +39,9 @@ class PolicyStage(PackedStage):
             # Called as a module, so that its hooks run: overlapped weight gathering waits in them.
             self.output_layer.forward = self._score_hidden
 
-    def _postprocess(self, hidden_states: Tensor, *, labels: ChosenTokens, **_: Any) -> Tensor:  # type: ignore[override]
-        if not self.post_process:
-            return hidden_states
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+    def head(self, hidden_states: Tensor, labels: ChosenTokens) -> Tensor:
+        """Float32 [2, N], see above."""
+        weight = self.tied_weight
         if self._fused:
             scores: Tensor = self.output_layer(hidden_states, weight, labels)
             return scores
@@ -58,20 +53,20 @@ class PolicyStage(PackedStage):
                 labels.targets,
                 temperature=self.temperature,
                 vocab_size=self._true_vocab_size,
-                group=self.pg_collection.tp,
+                group=self.tensor_group,
                 with_entropy=labels.with_entropy,
             )
         )
 
     def _score_hidden(self, hidden_states: Tensor, weight: Tensor | None, chosen: ChosenTokens) -> Tensor:
         """[2, N] from hidden states [T / sequence-parallel size, 1, hidden]."""
-        group = self.pg_collection.tp
+        group = self.tensor_group
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden_states, group=group)[:, 0]
+            hidden = gathered_tokens(hidden_states, group)[:, 0]
             hidden = hidden.index_select(0, chosen.rows)
         else:
             hidden = hidden_states[:, 0].index_select(0, chosen.rows)
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+            hidden = shared_input(hidden, group)
         return torch.stack(
             output_logprobs(
                 hidden,

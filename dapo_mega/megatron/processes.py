@@ -7,8 +7,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from dapo_mega.config import ParallelConfig
 from dapo_mega.distributed import accelerator
@@ -16,7 +14,8 @@ from dapo_mega.distributed.gloo_device import share_gloo_devices
 from dapo_mega.distributed.processes import Processes, world_size_from_environment
 from dapo_mega.distributed.stores import attempt_prefix, open_store
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.repairs import cpu_accelerator
+from dapo_mega.megatron.core import groups
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 
 # Ranks wait in these groups while rank 0 collects rollouts, which may take hours.
 _CONTROL_TIMEOUT = timedelta(hours=12)
@@ -45,15 +44,7 @@ def start_processes(config: ParallelConfig, seed: int) -> Processes:
     device = accelerator.device()
     if not dist.is_initialized():
         _join_process_group(device)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor,
-        pipeline_model_parallel_size=config.pipeline,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
-        context_parallel_size=config.context,
-        expert_model_parallel_size=config.expert,
-        expert_tensor_parallel_size=config.expert_tensor,
-    )
-    model_parallel_cuda_manual_seed(seed)
+    groups.start_groups(config, seed)
     # All ranks must create groups in the same order. Megatron orders ranks by tensor, context, data, pipeline.
     control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
     per_stage = config.tensor * config.context
@@ -72,25 +63,21 @@ def start_processes(config: ParallelConfig, seed: int) -> Processes:
         )
         for data_rank in range(data_size)
     ]
-    data_rank = parallel_state.get_data_parallel_rank()
+    ranks = groups.ranks()
     return Processes(
         rank=dist.get_rank(),
         world_size=world_size,
-        data_rank=data_rank,
+        **ranks,
         data_size=data_size,
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=config.tensor,
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=config.pipeline,
-        context_rank=parallel_state.get_context_parallel_rank(),
         context_size=config.context,
-        expert_rank=parallel_state.get_expert_model_parallel_rank(),
         expert_size=config.expert,
         device=device,
         control=control,
         leaders=leaders,
-        replica=replicas[data_rank],
-        context=parallel_state.get_context_parallel_group() if config.context > 1 else None,
+        replica=replicas[ranks["data_rank"]],
+        context=groups.context_group() if config.context > 1 else None,
     )
 
 
@@ -108,6 +95,6 @@ def _join_process_group(device: torch.device) -> None:
 
 def stop_processes() -> None:
     """Destroy all groups; safe to call without any."""
-    parallel_state.destroy_model_parallel()
+    groups.stop_groups()
     if dist.is_initialized():
         dist.destroy_process_group()

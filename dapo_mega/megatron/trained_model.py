@@ -9,24 +9,22 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker, track_moe_metrics
 from torch import Tensor
 
 from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from dapo_mega.distributed import accelerator
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError
+from dapo_mega.megatron.core.decoder import PackedStage, unwrapped
+from dapo_mega.megatron.core.optimization import (
+    counted_weights,
+    load_optimizer,
+    make_optimizer,
+    make_schedule,
+    router_losses,
+    with_gradients,
+)
 from dapo_mega.megatron.gathering import WeightGatherer
 from dapo_mega.megatron.megatron_model import Batch, MakeLabels, MakeLoss, MegatronModel
-from dapo_mega.megatron.model import unwrapped, with_gradients
-from dapo_mega.megatron.packed_stage import PackedStage
-from dapo_mega.megatron.repairs.optimizer_checkpoints import separate_adam_steps
 from dapo_mega.models.stored_model import StoredModel
 from dapo_mega.types import Receivers, WeightBucket
 
@@ -76,40 +74,17 @@ class TrainedModel(MegatronModel):
         super().__init__(stored, model, parallel, processes, compute, make_stage)
         self._gatherer = WeightGatherer([unwrapped(chunk) for chunk in self.chunks], self.layout, processes)
         self.chunks = with_gradients(self.chunks, self.config, compute)
-        self.optimizer: Any = get_megatron_optimizer(_optimizer_config(optimizer, self.config, compute), self.chunks)
+        self.optimizer = make_optimizer(optimizer, self.config, compute, self.chunks)
         self._overlaps_param_gather = compute.overlap_param_gather
         self.updates_per_step = updates_per_step
         self.fp8_settings = compute.fp8.model_dump(include={"scaling", "format", "bf16_layers_at_ends"})
         self.max_skipped, self._skipped_in_a_row = optimizer.max_skipped_updates, 0
-        # The first update has the full rate without a warm-up, and the one after the last would have 0.
-        warmup = max(optimizer.warmup_steps * updates_per_step, 1)
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=optimizer.learning_rate,
-            min_lr=optimizer.learning_rate if optimizer.schedule == "constant" else 0.0,
-            lr_warmup_steps=warmup,
-            lr_decay_steps=max(num_steps * updates_per_step, warmup) + 1,
-            lr_decay_style=optimizer.schedule,
-            start_wd=optimizer.weight_decay,
-            end_wd=optimizer.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-            # A checkpoint restores the schedule's position; its shape comes from the configuration.
-            use_checkpoint_opt_param_scheduler=False,
-            override_opt_param_scheduler=True,
-        )
+        self.scheduler = make_schedule(self.optimizer, optimizer, updates_per_step, num_steps)
 
     def load_optimizer(self, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
         """Continue from the state of a checkpoint. Settings, such as learning rates and betas, stay those of the
         configuration; `schedule` is what `schedule_state` returned, its place counted in steps of this run's size."""
-        settings = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(optimizer)
-        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(own)
-            if "step" in group:
-                group["step"] = int(group["step"])  # Torch's Adam saves a float, which fused kernels refuse.
-        separate_adam_steps(self.optimizer)
+        load_optimizer(self.optimizer, optimizer)
         updates_per_step = schedule.get("updates_per_step", self.updates_per_step)  # Earlier versions saved none.
         place = schedule["num_steps"] * self.updates_per_step // updates_per_step
         self.scheduler.load_state_dict({**schedule, "num_steps": place})
@@ -144,7 +119,7 @@ class TrainedModel(MegatronModel):
                 successful, grad_norm, _ = self.optimizer.step()
                 assert successful
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        return Update(sums, float(grad_norm), learning_rate, self._router_losses(len(batches)), is_skipped)
+        return Update(sums, float(grad_norm), learning_rate, router_losses(self.config, len(batches)), is_skipped)
 
     def _metrics(self, update: Update, of_loss: Mapping[str, float]) -> dict[str, float]:
         """The metrics of an update: those of its loss, and under the model's role what all losses have in common."""
@@ -186,32 +161,10 @@ class TrainedModel(MegatronModel):
 
     def _norm_of_weights(self) -> float:
         """Collective: the norm of all weights, each counted once."""
-        parts = [weight for part in self.optimizer.chained_optimizers for weight in part.get_parameters()]
-        own = [w for w in parts if param_is_not_shared(w) and param_is_not_tensor_parallel_duplicate(w)]
-        total = torch.tensor(sum(float(weight.detach().double().square().sum()) for weight in own), dtype=torch.float64)
+        squares = sum(float(weight.detach().double().square().sum()) for weight in counted_weights(self.optimizer))
+        total = torch.tensor(squares, dtype=torch.float64)
         dist.all_reduce(total, group=self.processes.control)
         return math.sqrt(total)
-
-    def _router_losses(self, num_micro_batches: int) -> dict[str, float]:
-        wanted = {}
-        if self.config.num_moe_experts and self.config.moe_router_load_balancing_type == "aux_loss":
-            wanted["load_balancing_loss"] = "load_balancing_loss"
-        if self.config.num_moe_experts and self.config.moe_z_loss_coeff:
-            wanted["z_loss"] = "router_z_loss"
-        if not wanted:
-            return {}
-        losses: dict[str, Tensor] = {}
-        track_moe_metrics(
-            loss_scale=1.0 / num_micro_batches,
-            iteration=0,
-            total_loss_dict=losses,
-            force_initialize=True,
-            track_names=list(wanted),
-            num_layers=self.config.num_layers,
-        )
-        # Its tensors are for this model's number of layers; the next model to use it may have another.
-        get_moe_layer_wise_logging_tracker().clear()
-        return {metric: float(losses[name]) for name, metric in wanted.items()}
 
     def weights(
         self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None
@@ -239,27 +192,3 @@ class TrainedModel(MegatronModel):
                 total += values.double().cpu()
         dist.all_reduce(total, group=self.processes.control)
         return dict(zip(names, total.tolist(), strict=True))
-
-
-def _optimizer_config(
-    config: OptimizerConfig, transformer: TransformerConfig, compute: ComputeConfig
-) -> MegatronOptimizerConfig:
-    # Without a GPU the optimizer's state is in host memory already.
-    offload = compute.optimizer_offload if accelerator.has_gpu() else 0.0
-    return MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=config.learning_rate,
-        min_lr=config.learning_rate if config.schedule == "constant" else 0.0,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.beta1,
-        adam_beta2=config.beta2,
-        adam_eps=config.epsilon,
-        clip_grad=config.clip_grad,
-        bf16=transformer.bf16,
-        params_dtype=transformer.params_dtype,
-        use_distributed_optimizer=True,
-        overlap_param_gather=compute.overlap_param_gather,
-        optimizer_cpu_offload=offload > 0,
-        optimizer_offload_fraction=offload,
-        overlap_cpu_optimizer_d2h_h2d=offload > 0,
-    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from dapo_mega.megatron.packed_stage import PackedStage
+from dapo_mega.megatron.core.decoder import PackedStage
+from dapo_mega.megatron.core.groups import gathered_tokens
+from dapo_mega.megatron.core.settings import TransformerConfig
 
 
 class ValueHead(torch.nn.Module):
@@ -33,8 +33,7 @@ class ValueHead(torch.nn.Module):
 
 
 class ValueStage(PackedStage):
-    """A GPTModel whose last chunk returns float32 values [N] of the positions [N] that are given as its `labels`; the
-    other chunks return hidden states."""
+    """Its last chunk returns float32 values [N] of the positions [N] that are given as its `labels`."""
 
     def __init__(self, *args: Any, has_bias: bool, **kwargs: Any) -> None:
         super().__init__(*args, share_embeddings_and_output_weights=False, **kwargs)
@@ -42,13 +41,10 @@ class ValueStage(PackedStage):
             # In place of the vocabulary's, because Megatron's checkpoints ask for an output layer of this name.
             self.output_layer = ValueHead(self.config, has_bias)
 
-    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
-        if not self.post_process:
-            return hidden_states
+    def head(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Values [N] of the positions `labels`."""
         values: Tensor = self.output_layer(hidden_states[:, 0])
         if self.config.sequence_parallel:
             # Every process computes the loss of all tokens, so each takes its own tokens' gradients and adds none up.
-            values = gather_from_sequence_parallel_region(
-                values, tensor_parallel_output_grad=False, group=self.pg_collection.tp
-            )
+            values = gathered_tokens(values, self.tensor_group, sums_gradients=False)
         return values.index_select(0, labels)

@@ -9,11 +9,11 @@ from itertools import chain
 from typing import Any, Final
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from dapo_mega.distributed.processes import Processes
+from dapo_mega.megatron.core.groups import expert_tensor_group
+from dapo_mega.megatron.core.layers import is_fp8
 from dapo_mega.models import Architecture, ModelFamily, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import TensorSource, check_source
@@ -56,7 +56,7 @@ Parameters = dict[str, Tensor]
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module], layout: ChunkLayout, processes: Processes) -> Parameters:
-    """Parameters of this rank's GPTModels by name, with global layer and expert numbers; and the router biases, which
+    """Parameters of this rank's stages by name, with global layer and expert numbers; and the router biases, which
     are buffers, if the family's checkpoints have them."""
     experts_here = layout.arch.experts.number // processes.expert_size if layout.arch.experts else 0
     first_expert = experts_here * processes.expert_rank
@@ -105,7 +105,7 @@ def load_weights(
         shard = take_shard(full, placed.layout, layout.arch, rank, size)
         assert shard.shape == parameter.shape, placed
         with torch.no_grad():
-            if is_float8tensor(parameter):
+            if is_fp8(parameter):
                 _prepare_fp8(parameter, shard)
             parameter.copy_(shard)
         filled.add(id(parameter))
@@ -143,5 +143,5 @@ def _shard_of(placed: PlacedTensor, processes: Processes) -> tuple[int, int]:
     """(rank, size) of the tensor parallelism of a parameter, which is separate for experts."""
     if placed.expert is None:
         return processes.tensor_rank, processes.tensor_size
-    group = parallel_state.get_expert_tensor_parallel_group()
+    group = expert_tensor_group()
     return group.rank(), group.size()

@@ -30,7 +30,7 @@ from dapo_mega.environments.build import make_environment, try_environment
 from dapo_mega.environments.turns import task_of
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.evaluator import Evaluator
-from dapo_mega.megatron.layer_specs import check_compute
+from dapo_mega.megatron.compute_checks import check_compute
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.metrics import Histogram, MetricsWriter, ProgressDisplay, StageTimers
 from dapo_mega.metrics.timeline import Activity

@@ -14,8 +14,8 @@ from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.megatron import megatron_model, output_layer
+from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, chosen_tokens
-from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.megatron.value_loss import ValueBatch, ValueLoss

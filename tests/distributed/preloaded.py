@@ -10,7 +10,7 @@ try:
 
     install_if_asked()
 
-    from dapo_mega.megatron.repairs import cpu_accelerator
+    from dapo_mega.megatron.core.repairs import cpu_accelerator
 
     cpu_accelerator.install()
 

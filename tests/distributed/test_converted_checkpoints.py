@@ -6,8 +6,8 @@ from megatron.core import dist_checkpointing, parallel_state
 
 from dapo_mega.config import ModelConfig, ParallelConfig
 from dapo_mega.conversion.convert import open_checkpoint, reshard, to_megatron
+from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.megatron_policy import ScoringModel
-from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.processes import start_processes
 
 from .launching import run_distributed

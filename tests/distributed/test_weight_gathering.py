@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from dapo_mega.config import ModelConfig, ParallelConfig, WeightSyncConfig
 from dapo_mega.megatron import gathering
+from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.megatron_policy import ScoringModel
-from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.weight_sync.broadcast import BroadcastSender
 from tests.unit.weight_sync.pushing import Pushing

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dapo_mega.cli import run_command
-from dapo_mega.megatron.repairs import cpu_accelerator
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 
 cpu_accelerator.install()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dapo_mega.cli import run_command
-from dapo_mega.megatron.repairs import cpu_accelerator
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 
 cpu_accelerator.install()
 

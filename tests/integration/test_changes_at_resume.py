@@ -22,7 +22,7 @@ from dapo_mega.checkpoints import store
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.engines.embedded import engine
 from dapo_mega.errors import FleetError, InputError, StarvedError
-from dapo_mega.megatron.model import unwrapped
+from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.training import loop
 from dapo_mega.training.build import build_run

@@ -11,8 +11,8 @@ from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
+from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
-from dapo_mega.megatron.model import unwrapped
 from dapo_mega.megatron.objectives import PolicyGradient, SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.types import GenerationRequest, SamplingParams

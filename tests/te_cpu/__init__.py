@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dapo_mega.distributed import accelerator
-from dapo_mega.megatron.repairs import cpu_accelerator
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 
 VARIABLE = "DAPO_MEGA_TE_CPU"
 """Set it to 1 for processes of the tests that are to `install()`."""

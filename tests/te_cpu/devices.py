@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from dapo_mega.distributed import accelerator
 from dapo_mega.megatron import logprob_kernels, logprobs
-from dapo_mega.megatron.repairs import cpu_accelerator
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 from tests import te_cpu
 from tests.te_cpu.engines import gpu_stand_ins
 

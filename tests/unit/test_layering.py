@@ -25,9 +25,9 @@ FLOORS = (
     {"commands"},
     {"__main__", "library"},
 )
+MEGATRON_SURFACE = PACKAGE / "megatron" / "core"
 FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MAY_IMPORT = {
-    "megatron": {"megatron", "checkpoints", "conversion"},
     "sglang": {"sglang_plugin"},
     "aiohttp": {"engines", "environments", "rewards"},
     "http": {"engines", "rewards"},
@@ -68,7 +68,7 @@ def test_imports_go_down_and_never_sideways_between_rooms():
 
 def test_one_module_knows_which_device_this_process_computes_on():
     # What Megatron-Core asks torch.cuda is answered in its repairs.
-    allowed = {PACKAGE / "distributed" / "accelerator.py", PACKAGE / "megatron" / "repairs" / "cpu_accelerator.py"}
+    allowed = {PACKAGE / "distributed" / "accelerator.py", MEGATRON_SURFACE / "repairs" / "cpu_accelerator.py"}
     offences = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path, _ in modules()
@@ -79,13 +79,26 @@ def test_one_module_knows_which_device_this_process_computes_on():
     assert offences == []
 
 
-def test_only_their_rooms_know_megatron_sglang_and_the_network():
+def test_only_their_rooms_know_sglang_and_the_network():
     offences = [
         f"{path.relative_to(PACKAGE)} imports {name}"
         for path, room in modules()
         for name in imports(path)
         if room not in MAY_IMPORT.get(name, MAY_IMPORT.get(name.split(".")[0], {room}))
     ]
+    assert offences == []
+
+
+def test_one_folder_knows_megatron_and_nothing_above_it():
+    offences = []
+    folders = (PACKAGE.parent / name for name in ("dapo_mega", "launch", "tools"))
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        is_inside = path.is_relative_to(MEGATRON_SURFACE)
+        for name in imports(path):
+            is_megatron = name.split(".")[0] == "megatron"
+            is_above = name.startswith("dapo_mega.megatron.") and not name.startswith("dapo_mega.megatron.core.")
+            if (is_inside and is_above) or (is_megatron and not is_inside):
+                offences.append(f"{path.relative_to(PACKAGE.parent)} imports {name}")
     assert offences == []
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmark_workload import add_model_options, lone_policy, num_parameters, prepare_workload
 
 from dapo_mega.config import ComputeConfig, ParallelConfig
-from dapo_mega.megatron.repairs import cpu_accelerator
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -162,7 +162,7 @@ def score(folder: Path, trainer: str, tokens: Tensor, processes: Any) -> Tensor:
     from dapo_mega.batching.plan import PackingLayout
     from dapo_mega.batching.samples import flatten, single_turn
     from dapo_mega.config import ComputeConfig, Fp8Config
-    from dapo_mega.megatron.model import unwrapped
+    from dapo_mega.megatron.core.decoder import unwrapped
 
     scaling, params, ends = TRAINERS[trainer]
     fp8 = Fp8Config(scaling=scaling, params=params, bf16_layers_at_ends=ends)

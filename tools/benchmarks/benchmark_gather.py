@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmark_processes import barrier_timed, run_processes
 
 from dapo_mega.config import ModelConfig, ParallelConfig
-from dapo_mega.megatron.repairs import cpu_accelerator
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 
 _TIMEOUT_S = 300
 _LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -117,11 +117,10 @@ def _measure_all(options: argparse.Namespace, folder: Path) -> dict[str, Measure
 
 
 def _measure(path: Path, parallel: ParallelConfig, options: argparse.Namespace) -> Measurement:
-    from megatron.core import parallel_state
-
+    from dapo_mega.megatron.core.decoder import unwrapped
+    from dapo_mega.megatron.core.groups import stop_groups
     from dapo_mega.megatron.gathering import WeightGatherer
     from dapo_mega.megatron.megatron_policy import ScoringModel
-    from dapo_mega.megatron.model import unwrapped
     from dapo_mega.megatron.processes import start_processes
 
     processes = start_processes(parallel, 0)
@@ -145,7 +144,7 @@ def _measure(path: Path, parallel: ParallelConfig, options: argparse.Namespace) 
     buffers = {message: torch.empty(size, dtype=torch.uint8) for message, size in messages.items()}
     seconds = min(barrier_timed(gather, options.repeats))
     bare_seconds = min(barrier_timed(lambda: _send_bare(buffers), options.repeats))
-    parallel_state.destroy_model_parallel()
+    stop_groups()
     return Measurement(num_leaders, model_bytes, all_sent, minimum, seconds, bare_seconds)
 
 

@@ -33,7 +33,7 @@ from benchmark_workload import lone_policy
 from dapo_mega.cli import quiet_libraries, run_command
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.repairs import cpu_accelerator
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 
 _BYTES_PER_PARAMETER = 18
 """bf16 weight, float32 gradient, main weight and two moments."""

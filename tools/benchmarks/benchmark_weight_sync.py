@@ -38,7 +38,7 @@ from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.repairs import cpu_accelerator
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 from dapo_mega.types import Receivers, WeightBucket
 from dapo_mega.weight_sync.broadcast import BroadcastSender
 from dapo_mega.weight_sync.engine_groups import join_group
@@ -136,9 +136,9 @@ def _serving(options: argparse.Namespace) -> Iterator[str]:
 
 def run(options: argparse.Namespace, url: str) -> list[str]:
     """The report's lines."""
+    from dapo_mega.megatron.core.decoder import unwrapped
     from dapo_mega.megatron.gathering import WeightGatherer
     from dapo_mega.megatron.megatron_policy import ScoringModel
-    from dapo_mega.megatron.model import unwrapped
     from dapo_mega.megatron.processes import start_processes, stop_processes
 
     cpu_accelerator.install()

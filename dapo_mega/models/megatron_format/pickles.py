@@ -1,9 +1,9 @@
 """The pickles in a folder of Megatron's format, read without running what they say.
 
-`.metadata` is a plain pickle, `common.pt` and the entries of `.distcp` files are what `torch.save` writes. A pickle may
-name any function and have it called. Here `.metadata` is read into records that do nothing, of a few known names, and
-its values are checked before torch's classes are made of them; everything else goes through torch's own restricted
-reader (`weights_only`).
+`.metadata` is a plain pickle, `common.pt`, if there is one, and the entries of `.distcp` files are what `torch.save`
+writes. A pickle may name any function and have it called. Here `.metadata` is read into records that do nothing, of a
+few known names, and its values are checked before torch's classes are made of them; everything else goes through
+torch's own restricted reader (`weights_only`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dapo_mega.atomic_files import check_regular, inside
 from dapo_mega.errors import InputError
 
 METADATA_FILE = ".metadata"
-COMMON_FILE = "common.pt"
+COMMON_FILE, COMMON_STATE = "common.pt", "common_state"
 
 _REMEDY = "nothing of it was run: take the checkpoint from a source that you trust"
 
@@ -83,7 +83,8 @@ _FP8_NAMES = {
         )
     ),
 }  # fmt: skip
-_LOAD_FROM_BYTES = "torch.storage._load_from_bytes"
+# The second is Megatron's restricted one, which it has put in the place of the first since 0.17.
+_LOADS_FROM_BYTES = ("torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes")
 # Python 3.11.0 to 3.11.3 pickles a member of an enumeration as a call of this with the class and the member's name.
 _GETATTR = "builtins.getattr"
 _ENUMERATIONS = {f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_PLANNER}.WriteItemType", f"{_RECIPES}.Format"}
@@ -324,8 +325,11 @@ def read_common(folder: Path) -> dict[str, Any]:
     """The values that Megatron stores besides tensors. Raises InputError for a damaged file."""
     file = folder / COMMON_FILE
     try:
-        check_regular(file)
-        common = load_saved(file, str(file))
+        if file.exists():
+            check_regular(file)
+            common = load_saved(file, str(file))
+        else:
+            common = _common_object(folder)
     except InputError:
         raise
     except (OSError, *DAMAGED_PICKLE) as error:
@@ -333,6 +337,14 @@ def read_common(folder: Path) -> dict[str, Any]:
     if type(common) is not dict:
         raise InputError(f"{file} holds no dictionary; copy or save it again")
     return common
+
+
+def _common_object(folder: Path) -> Any:
+    """Since 0.19 Megatron stores these values in a `.distcp` file."""
+    for key, what, read in stored_objects(folder, read_metadata(folder)):
+        if key.startswith(f"{COMMON_STATE}/"):
+            return load_saved(io.BytesIO(read()), what)[0]
+    raise FileNotFoundError(f"and no file of the folder holds {COMMON_STATE}")
 
 
 def check_object(key: str, data: bytes, what: str) -> None:
@@ -361,7 +373,8 @@ def _check_extra_state(part: Any) -> None:
     if data.startswith(_ZIP):
         _load_restricted(data)
     elif data:
-        _unpickled(data, {**_records(_FP8_NAMES), **_DTYPES, **_GETATTRS, _LOAD_FROM_BYTES: _load_restricted})
+        loaders = dict.fromkeys(_LOADS_FROM_BYTES, _load_restricted)
+        _unpickled(data, {**_records(_FP8_NAMES), **_DTYPES, **_GETATTRS, **loaders})
 
 
 def _load_restricted(data: bytes) -> None:

@@ -14,7 +14,7 @@ from dapo_mega.config import ParallelConfig
 from dapo_mega.config.compute import Fp8Config
 from dapo_mega.conversion.convert import open_checkpoint, to_hf
 from dapo_mega.data.tokenizer import build_character_tokenizer
-from dapo_mega.megatron.model import unwrapped
+from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from tests.distributed.tiny import make_samples, save_random

@@ -30,7 +30,7 @@ _CAUSAL = {
 _ASKED = (
     "is_training qkv_dtype kv_dtype qkv_layout bias_type attn_mask_type softmax_type dropout num_attn_heads "
     "num_gqa_groups max_seqlen_q max_seqlen_kv head_dim_qk head_dim_v window_size_left window_size_right"
-).split()
+).split()  # noqa: SIM905
 
 
 def get_fused_attn_backend(*asked: Any) -> Any:

@@ -16,10 +16,10 @@ from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, Para
 from dapo_mega.conversion.convert import open_checkpoint, reshard, to_hf, to_megatron
 from dapo_mega.conversion.inspection import describe
 from dapo_mega.errors import InputError
+from dapo_mega.megatron.core.repairs import background_writing
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
-from dapo_mega.megatron.repairs import background_writing
 from dapo_mega.megatron.value_loss import ValueBatch, ValueLoss
 from dapo_mega.megatron.value_model import ValueModel
 from tests.distributed.tiny import make_llama_model, make_model, make_samples, make_value_model

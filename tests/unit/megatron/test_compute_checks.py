@@ -8,7 +8,8 @@ import pytest
 from dapo_mega.config import ComputeConfig, ModelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
-from dapo_mega.megatron import layer_specs
+from dapo_mega.megatron import compute_checks
+from dapo_mega.megatron.core import layers
 from dapo_mega.models import Architecture
 from dapo_mega.models.architecture import Experts
 
@@ -41,7 +42,7 @@ MODEL = ModelConfig(path="model")
 )
 def test_settings_that_do_not_fit_the_model_are_refused(arch, compute, message):
     with pytest.raises(InputError, match=message):
-        layer_specs.check_compute(arch, MODEL, ComputeConfig(**compute))
+        compute_checks.check_compute(arch, MODEL, ComputeConfig(**compute))
 
 
 def test_settings_that_fit_the_model_are_accepted():
@@ -51,13 +52,13 @@ def test_settings_that_fit_the_model_are_accepted():
         (EXPERTS, {"recompute": "selective", "recompute_modules": ("moe",)}),
         (sigmoid, {"moe": {"router_bias_update_rate": 0.001}}),
     ):
-        assert layer_specs.check_compute(arch, MODEL, ComputeConfig(**settings)) is None
+        assert compute_checks.check_compute(arch, MODEL, ComputeConfig(**settings)) is None
 
 
 def test_blockwise_fp8_is_refused_with_an_older_cuda(monkeypatch):
     pretend(monkeypatch, (9, 0), True, cuda=(12, 8))
     with pytest.raises(InputError, match=r"torch was built for CUDA 12\.8, CUDA 12\.9 is needed"):
-        layer_specs.check_compute(DENSE, MODEL, ComputeConfig(fp8={"scaling": "blockwise"}))
+        compute_checks.check_compute(DENSE, MODEL, ComputeConfig(fp8={"scaling": "blockwise"}))
 
 
 @pytest.mark.parametrize(
@@ -72,23 +73,23 @@ def test_blockwise_fp8_is_refused_with_an_older_cuda(monkeypatch):
 def test_fp8_is_refused_where_it_cannot_run_with_the_reason(monkeypatch, scaling, capability, has_engine, message):
     pretend(monkeypatch, capability, has_engine)
     with pytest.raises(InputError, match=message):
-        layer_specs.check_compute(DENSE, MODEL, ComputeConfig(fp8={"scaling": scaling}))
+        compute_checks.check_compute(DENSE, MODEL, ComputeConfig(fp8={"scaling": scaling}))
 
 
 @pytest.mark.parametrize(("scaling", "capability"), [("delayed", (8, 9)), ("blockwise", (9, 0)), ("none", None)])
 def test_fp8_is_accepted_where_it_runs(monkeypatch, scaling, capability):
     pretend(monkeypatch, capability, True)
-    assert layer_specs.check_compute(DENSE, MODEL, ComputeConfig(fp8={"scaling": scaling})) is None
+    assert compute_checks.check_compute(DENSE, MODEL, ComputeConfig(fp8={"scaling": scaling})) is None
 
 
 def test_an_offloaded_optimizer_is_refused_for_float32_on_a_gpu_only(monkeypatch):
     exact, offloaded = MODEL.model_copy(update={"dtype": "fp32"}), ComputeConfig(optimizer_offload=0.5)
     pretend(monkeypatch, None, False)
-    assert layer_specs.check_compute(DENSE, exact, offloaded) is None
+    assert compute_checks.check_compute(DENSE, exact, offloaded) is None
     pretend(monkeypatch, (9, 0), True)
     with pytest.raises(InputError, match=r"compute\.optimizer_offload=0\.5 .* set it to 0, or model\.dtype=bf16"):
-        layer_specs.check_compute(DENSE, exact, offloaded)
-    assert layer_specs.check_compute(DENSE, MODEL.model_copy(update={"dtype": "bf16"}), offloaded) is None
+        compute_checks.check_compute(DENSE, exact, offloaded)
+    assert compute_checks.check_compute(DENSE, MODEL.model_copy(update={"dtype": "bf16"}), offloaded) is None
 
 
 def pretend(monkeypatch, capability, has_engine, cuda=(12, 9)):
@@ -97,4 +98,4 @@ def pretend(monkeypatch, capability, has_engine, cuda=(12, 9)):
     monkeypatch.setattr(accelerator, "capability", lambda: capability)
     monkeypatch.setattr(accelerator, "cuda_version", lambda: cuda)
     found = SimpleNamespace() if has_engine else None
-    monkeypatch.setattr(layer_specs.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(layers.importlib.util, "find_spec", lambda name: found)

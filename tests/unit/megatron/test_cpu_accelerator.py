@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.launching import REPOSITORY
 
 PROGRAM = """
-from dapo_mega.megatron.repairs import cpu_accelerator
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 cpu_accelerator.install()
 import megatron.core.optimizer
 print(megatron.core.optimizer.Adam.__module__.split(".")[0])

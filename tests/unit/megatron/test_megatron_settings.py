@@ -13,7 +13,8 @@ from megatron.core.transformer import TransformerConfig, transformer_config
 
 from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
-from dapo_mega.megatron import layer_specs, megatron_model, megatron_policy, model, trained_model, value_model
+from dapo_mega.megatron import megatron_model, megatron_policy, trained_model, value_model
+from dapo_mega.megatron.core import decoder, layers, optimization
 from dapo_mega.models.architecture import ExpertGroups, Experts, LatentAttention
 from dapo_mega.models.rope import YarnScaling
 from dapo_mega.training import trainer
@@ -36,10 +37,10 @@ class Made:
         for place, name, make in (
             (megatron_policy, "PolicyStage", self.stage),
             (value_model, "ValueStage", self.stage),
-            (model, "Float16Module", lambda config, stage: stage),
-            (model, "DistributedDataParallel", self.wrapped),
-            (trained_model, "get_megatron_optimizer", self.optimizer),
-            (trained_model, "OptimizerParamScheduler", self.schedule),
+            (decoder, "Float16Module", lambda config, stage: stage),
+            (optimization, "DistributedDataParallel", self.wrapped),
+            (optimization, "get_megatron_optimizer", self.optimizer),
+            (optimization, "OptimizerParamScheduler", self.schedule),
         ):
             patch.setattr(place, name, make)
 
@@ -78,11 +79,9 @@ def fields(config):
 def settings(monkeypatch):
     """A function: the settings of a policy whose configuration has these sections."""
     made = Made(monkeypatch)
-    ends = {f"is_pipeline_{end}_stage": lambda **_: True for end in ("first", "last")}
-    monkeypatch.setattr(model, "parallel_state", SimpleNamespace(**ends))
-    monkeypatch.setattr(model, "block_spec", lambda *_: None)
+    monkeypatch.setattr(decoder, "ends_of_pipeline", lambda _: {"pre_process": True, "post_process": True})
+    monkeypatch.setattr(decoder, "block_spec", lambda *_: None)
     monkeypatch.setattr(megatron_model, "load_weights", lambda *_: None)
-    monkeypatch.setattr(megatron_model, "get_forward_backward_func", lambda: None)
     monkeypatch.setattr(megatron_model, "unwrapped", lambda chunk: chunk)
     monkeypatch.setattr(trained_model, "unwrapped", lambda chunk: chunk)
     monkeypatch.setattr(trained_model, "WeightGatherer", lambda *_: None)
@@ -106,7 +105,7 @@ def settings(monkeypatch):
     ):
         monkeypatch.setattr(accelerator, "has_gpu", lambda: "gpu" in machine)
         found = {"transformer_engine": "te" in machine, "fused_weight_gradient_mlp_cuda": "apex" in machine}
-        monkeypatch.setattr(layer_specs.importlib.util, "find_spec", lambda name: found.get(name) or None)
+        monkeypatch.setattr(layers.importlib.util, "find_spec", lambda name: found.get(name) or None)
         architecture = dataclasses.replace(DENSE, **(arch or {}))
         stored = SimpleNamespace(arch=architecture, family=None, config=None, source=None)
         monkeypatch.setattr(megatron_policy, "open_policy", lambda path: stored)

@@ -4,7 +4,7 @@ import torch
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.megatron import fused_logprobs, logprobs
-from dapo_mega.megatron.packed_attention import packed_segments
+from dapo_mega.megatron.core.packed_attention import packed_segments
 from dapo_mega.planning import memory
 from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, peak_activations
 from dapo_mega.planning.rank_layout import Chunk, RankLayout

@@ -3,11 +3,12 @@ attention. Both take the same packed micro-batches; nothing else differs between
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import os
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -21,14 +22,17 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
-from dapo_mega.config import ComputeConfig, ModelConfig
+from dapo_mega.config import ModelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.local_layers import RMSNorm, swiglu
-from dapo_mega.megatron.packed_attention import PackedAttention
-from dapo_mega.megatron.repairs.latent_attention import know_local_layers
-from dapo_mega.megatron.routing import BestExpertGroupRouter
+from dapo_mega.megatron.core.local_layers import RMSNorm, SwiGLU
+from dapo_mega.megatron.core.packed_attention import PackedAttention
+from dapo_mega.megatron.core.repairs.since_0_17.latent_attention import know_local_linear
+from dapo_mega.megatron.core.repairs.since_0_19.latent_attention import keep_layers_of_spec
+from dapo_mega.megatron.core.repairs.until_0_16.latent_attention import know_whether_transformer_engine_is_there
+from dapo_mega.megatron.core.routing import BestExpertGroupRouter
 from dapo_mega.models import Architecture
 
 
@@ -43,77 +47,23 @@ def uses_transformer_engine(config: ModelConfig) -> bool:
     return available and config.layer_implementation != "local"
 
 
-# The CUDA compute capability that each kind of FP8 scaling needs.
-_FP8_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
-_BLOCKWISE_CUDA = (12, 9)
-
-
-def check_compute(arch: Architecture, model: ModelConfig, compute: ComputeConfig) -> None:
-    """Raises InputError for settings that do not apply to this model or cannot run on this machine."""
-    if arch.experts is None:
-        asked = [name for name in compute.recompute_modules if name.startswith(("moe", "shared"))]
-        if compute.recompute == "selective" and asked:
-            raise InputError(
-                f"compute.recompute_modules={asked} need a mixture-of-experts model, not {arch.model_type}"
-            )
-        if compute.moe != type(compute.moe)():
-            raise InputError(f"compute.moe is for mixture-of-experts models, {arch.model_type} is not one; remove it")
-    elif compute.moe.router_bias_update_rate > 0 and arch.experts.scores != "sigmoid":
-        raise InputError(
-            f"compute.moe.router_bias_update_rate needs a model with sigmoid router scores (as DeepSeek-V3), but "
-            f"{arch.model_type} uses a softmax; use compute.moe.aux_loss_coefficient"
-        )
-    if accelerator.has_gpu() and model.dtype == "fp32" and compute.optimizer_offload > 0:
-        raise InputError(
-            f"compute.optimizer_offload={compute.optimizer_offload} is not supported by Megatron's offloading "
-            "optimizer for weights in float32, which have no second copy that it could keep in host memory; "
-            "set it to 0, or model.dtype=bf16"
-        )
-    check_fp8(model, compute)
-
-
-def use_deterministic_algorithms() -> None:
-    """Make PyTorch, cuBLAS, Transformer Engine and NCCL bit-reproducible. Call it before they are used."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "Ring")
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    torch.use_deterministic_algorithms(True)
-
-
-def check_fp8(model: ModelConfig, compute: ComputeConfig) -> None:
-    """Raises InputError with the reason if FP8 is set and cannot run here."""
-    scaling = compute.fp8.scaling
-    if scaling == "none":
-        return
-    reason = None
-    if not accelerator.has_gpu():
-        reason = "this machine has no CUDA device"
-    elif not uses_transformer_engine(model):
-        reason = "the transformer-engine package is not installed"
-    else:
-        capability = accelerator.capability()
-        if capability < _FP8_CAPABILITY[scaling]:
-            reason = f"this device has compute capability {capability}, {_FP8_CAPABILITY[scaling]} is needed"
-        elif scaling == "blockwise" and accelerator.cuda_version() < _BLOCKWISE_CUDA:
-            version, needed = (".".join(map(str, pair)) for pair in (accelerator.cuda_version(), _BLOCKWISE_CUDA))
-            reason = f"torch was built for CUDA {version}, CUDA {needed} is needed"
-    if reason:
-        raise InputError(
-            f"compute.fp8.scaling={scaling} cannot run here: {reason}; set compute.fp8.scaling=none (bf16), or run on "
-            f"Hopper or newer GPUs with Transformer Engine"
-        )
+def is_fp8(parameter: Tensor) -> bool:
+    """Whether Transformer Engine keeps this parameter in FP8."""
+    return bool(is_float8tensor(parameter))
 
 
 def block_spec(
     arch: Architecture, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """Layers of one model chunk: this pipeline stage's, or its `vp_stage`-th part."""
+    if config.multi_latent_attention:
+        keep_layers_of_spec()
     make_layer = _transformer_engine_layer if transformer_engine else _local_layer
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     chunk = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     layers = {has_experts: make_layer(config, has_experts) for has_experts in set(map(arch.has_experts, chunk))}
     if arch.experts and arch.experts.groups and arch.experts.groups.ranked_by == "best" and True in layers:
-        layers[True].submodules.mlp.submodules.router = BestExpertGroupRouter
+        _parts(layers[True].submodules.mlp).router = BestExpertGroupRouter
     for layer in layers.values():
         _add_biases(layer, arch)
     return TransformerBlockSubmodules(
@@ -127,7 +77,7 @@ def _add_biases(layer: ModuleSpec, arch: Architecture) -> None:
         attention = layer.submodules.self_attention.submodules
         attention.linear_proj = _biased(attention.linear_proj)
     if arch.mlp_bias:
-        mlp = layer.submodules.mlp.submodules
+        mlp = _parts(layer.submodules.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
 
 
@@ -163,7 +113,8 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     attention.core_attention = PackedAttention
     names = layer.submodules.sharded_state_dict_keys_map
     if config.multi_latent_attention:
-        know_local_layers()
+        know_whether_transformer_engine_is_there()
+        know_local_linear()
         # Replicated on every rank, like Transformer Engine's. Megatron shards the local ones and gathers their outputs,
         # so the rotated part of the keys would get its gradient from one rank's heads only.
         attention.linear_q_down_proj = Linear
@@ -185,10 +136,15 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     return layer
 
 
-def _use_own_activation(mlp: ModuleSpec) -> None:
-    """Use `swiglu` in an MLP, or in all MLPs of a mixture of experts."""
-    for part in (getattr(mlp.submodules, name, None) for name in ("experts", "shared_experts")):
+def _use_own_activation(mlp: Any) -> None:
+    """Use `SwiGLU` in an MLP, or in all MLPs of a mixture of experts."""
+    for part in (getattr(_parts(mlp), name, None) for name in ("experts", "shared_experts")):
         if part:
-            part.submodules.activation_func = swiglu
-    if isinstance(mlp.submodules, MLPSubmodules):
-        mlp.submodules.activation_func = swiglu
+            _parts(part).activation_func = SwiGLU
+    if isinstance(_parts(mlp), MLPSubmodules):
+        _parts(mlp).activation_func = SwiGLU
+
+
+def _parts(spec: Any) -> Any:
+    """The submodules of a spec; Megatron 0.17 and newer give partial functions for MLPs."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+
+from dapo_mega.megatron.core.groups import context_group, gathered_tokens
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,8 @@ class PackedAttention(torch.nn.Module):
         return output
 
     def _attend_pieces(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
-        group = parallel_state.get_context_parallel_group()
         # One all-gather for keys and values; its backward pass sums their gradients over the ranks.
-        stacked = gather_from_sequence_parallel_region(torch.cat([key, value], dim=1), group=group)
+        stacked = gathered_tokens(torch.cat([key, value], dim=1), context_group())
         assert segments.key_order is not None
         keys, values = stacked.index_select(0, segments.key_order).split(key.shape[1], dim=1)
         repeat = query.shape[1] // key.shape[1]

@@ -1,4 +1,4 @@
-"""Repairs the optimizer's state for Megatron-Core 0.16's `fully_reshardable` checkpoints."""
+"""Repairs the optimizer's state for Megatron-Core's `fully_reshardable` checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def allocate_adam_state(optimizer: Any) -> None:
-    """Allocate torch's Adam state as zeros before the first step: Megatron 0.16 reads the step count from it when
+    """Allocate torch's Adam state as zeros before the first step: Megatron reads the step count from it when
     saving and loading. The optimizers of Apex and Transformer Engine need none of this. Can go when Megatron takes the
     count as 0 for an optimizer without state."""
     for part in optimizer.chained_optimizers:
@@ -27,7 +27,7 @@ def allocate_adam_state(optimizer: Any) -> None:
 
 
 def keep_adam_step(optimizer: Any) -> None:
-    """Megatron 0.16 expects torch's step count among the tensors of a `fully_reshardable` checkpoint, which keeps it
+    """Megatron expects torch's step count among the tensors of a `fully_reshardable` checkpoint, which keeps it
     in the groups. Can go when _set_main_param_and_optimizer_states skips "step" as saving does."""
     for part in optimizer.chained_optimizers:
         if _is_torch_adam(part.optimizer):
@@ -35,7 +35,7 @@ def keep_adam_step(optimizer: Any) -> None:
 
 
 def keep_bucket_padding(optimizer: Any) -> None:
-    """Megatron 0.16 gathers the optimizer's state without the padding at the end of each gradient bucket, and then
+    """Megatron gathers the optimizer's state without the padding at the end of each gradient bucket, and then
     slices parameters by positions that count the padding: with more than one bucket (tied embeddings on several
     pipeline stages have their own) the checkpoint would hold shifted state. This puts the padding back. Can go when
     sharded_param_state_fully_reshardable cuts what get_parameter_state_dp_zero returns."""
@@ -72,7 +72,7 @@ def _is_torch_adam(optimizer: Any) -> bool:
 
 
 def separate_adam_steps(optimizer: Any) -> None:
-    """Megatron 0.16 loads one step tensor shared by all parameters, which torch's Adam then counts up once for each
+    """Megatron loads one step tensor shared by all parameters, which torch's Adam then counts up once for each
     of them: the bias correction of the next updates would be wrong. Can go when it gives each parameter its own."""
     for part in optimizer.chained_optimizers:
         for state in part.optimizer.state.values():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 
@@ -50,7 +51,10 @@ class _RMSNorm(torch.autograd.Function):
         return of_normed.addcmul_(wide, share).mul_(inverse).to(hidden.dtype), of_weight, None
 
 
-def swiglu(gate_and_up: Tensor) -> Tensor:
+class SwiGLU(MegatronModule):  # type: ignore[misc]
     """silu(gate) * up of [..., 2 f], the two halves of the last dimension. Megatron's own adds an offset of zero."""
-    gate, up = gate_and_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """[..., f]."""
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return F.silu(gate) * up

@@ -1,4 +1,4 @@
-"""Expert routing that Megatron-Core 0.16 lacks."""
+"""Routers of mixtures of experts: what Megatron-Core lacks, and what is kept of theirs."""
 
 from __future__ import annotations
 
@@ -21,3 +21,10 @@ class BestExpertGroupRouter(TopKRouter):
         # Megatron takes the softmax over the chosen groups, the model over all experts.
         share = (limited.logsumexp(-1) - logits.logsumexp(-1)).exp()
         return weights * share.view(-1, 1), routing_map
+
+
+def keep_router_biases_in_float32(stage: torch.nn.Module) -> None:
+    """Cast before loading, because Megatron's routers cast only in their first forward pass, after loading."""
+    for module in stage.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()

@@ -1,26 +1,33 @@
 """Writes the files of Megatron's asynchronous checkpoints in a thread, from a snapshot that training cannot change.
 
-Megatron-Core 0.16 offers processes only. It forks them from a trainer whose other threads (gloo's, autograd's) may hold
-locks, they fork again for each file, and they outlive a killed trainer. A thread has none of these problems, and
-releases the GIL while it writes. Planning and finalizing stay Megatron's. Can go when Megatron writes without forking.
+Megatron-Core 0.16 offers processes only, and newer versions a process that writes in threads, or another package. A
+process is forked from a trainer whose other threads (gloo's, autograd's) may hold locks, and outlives a killed trainer.
+A thread has none of these problems, and releases the GIL while it writes. Planning and finalizing stay Megatron's. Can
+go when Megatron writes without forking.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import queue
 import threading
 from collections.abc import MutableMapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
 
 from dapo_mega.atomic_files import checksum
+
+# Megatron 0.17 and newer leave asynchronous writing to another package unless they are told not to.
+_HAS_STRATEGIES = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+MEGATRONS_WRITER: Final = {"async_strategy": "mcore"} if _HAS_STRATEGIES else {}
 
 
 class BackgroundWriting(AsyncCallsQueue):
@@ -31,7 +38,7 @@ class BackgroundWriting(AsyncCallsQueue):
 
 
 def keep_results_in_process() -> None:
-    """Give the next save its own queue for the writers' results. Megatron 0.16 would start a manager process for it,
+    """Give the next save its own queue for the writers' results. Megatron would start a manager process for it,
     which outlives a killed trainer."""
     filesystem_async._results_queue = queue.Queue()
 
@@ -67,7 +74,7 @@ def _write(
     results: queue.Queue[Any],
     checksums: MutableMapping[str, int],
 ) -> None:
-    """Like Megatron's `write_preloaded_data_multiproc`, one file after the other, with checksums."""
+    """Like Megatron's own writing, one file after the other, with checksums."""
     reports: queue.Queue[Any] = queue.Queue()
     unfinished: queue.Queue[int] = queue.Queue()
     for number, bucket in enumerate(buckets):

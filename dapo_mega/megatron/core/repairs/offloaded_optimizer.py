@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-Core 0.16's offloading optimizer in the form of the optimizer that offloads nothing.
+"""Checkpoints of Megatron-Core's offloading optimizer in the form of the optimizer that offloads nothing.
 
 `HybridDeviceOptimizer` saves classes among the settings of its groups, which a checkpoint must not hold. Its loading
 steps once on random gradients, looks for float32 copies of weights that are float32 already (KeyError), leaves the

@@ -1,30 +1,19 @@
-"""Builds the Megatron-Core model chunks of this rank's pipeline stage from a Hugging Face architecture."""
+"""A run's configuration, and a Hugging Face architecture, in Megatron's terms."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.models.gpt import GPTModel
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.router import TopKRouter
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.layer_specs import block_spec, uses_transformer_engine
-from dapo_mega.megatron.packed_stage import PackedStage
-from dapo_mega.megatron.repairs.latent_attention import count_down_projections_once
+from dapo_mega.megatron.core.layers import uses_transformer_engine
 from dapo_mega.models import Architecture
 from dapo_mega.models.rope import YarnScaling
 
@@ -209,72 +198,3 @@ def _fp8_settings(arch: Architecture, compute: ComputeConfig) -> dict[str, Any]:
         "num_layers_at_start_in_bf16": fp8.bf16_layers_at_ends,
         "num_layers_at_end_in_bf16": fp8.bf16_layers_at_ends,
     }
-
-
-def build_chunks(
-    arch: Architecture, config: TransformerConfig, model: ModelConfig, make_stage: Callable[..., PackedStage]
-) -> list[torch.nn.Module]:
-    """The uninitialised model chunks of this pipeline stage in the model's dtype: one, or several if interleaved.
-
-    `make_stage` makes one of the arguments of GPTModel and `inverse_frequencies`.
-    """
-    virtual_size = config.virtual_pipeline_model_parallel_size
-    chunks: list[torch.nn.Module] = []
-    for chunk in range(virtual_size or 1):
-        vp_stage = chunk if virtual_size else None
-        stage = make_stage(
-            config,
-            block_spec(arch, config, uses_transformer_engine(model), vp_stage),
-            vocab_size=arch.padded_vocab_size(config.tensor_model_parallel_size),
-            max_sequence_length=arch.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            parallel_output=True,
-            position_embedding_type="rope",
-            rotary_base=arch.rope_theta,
-            inverse_frequencies=arch.inverse_frequencies,
-            vp_stage=vp_stage,
-        )
-        stage.to(accelerator.device())
-        chunks.append(Float16Module(config, stage) if config.bf16 else stage)
-        _keep_router_biases_in_float32(stage)
-        count_down_projections_once(stage)
-    return chunks
-
-
-def _keep_router_biases_in_float32(stage: torch.nn.Module) -> None:
-    """Cast before loading, because Megatron's routers cast only in their first forward pass, after loading."""
-    for module in stage.modules():
-        if isinstance(module, TopKRouter):
-            module._maintain_float32_expert_bias()
-
-
-def with_gradients(
-    chunks: Sequence[torch.nn.Module], config: TransformerConfig, compute: ComputeConfig
-) -> list[DistributedDataParallel]:
-    """Wrap each chunk in Megatron's DDP: contiguous float32 gradient buffers, reduce-scatter for the distributed
-    optimizer, and hooks with which the schedules overlap communication and computation."""
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=compute.overlap_grad_reduce,
-        overlap_param_gather=compute.overlap_param_gather,
-        fp8_param_gather=compute.fp8.params,
-        check_for_nan_in_grad=False,  # `TrainedModel` looks at the whole gradient, on all ranks alike.
-    )
-    # Later chunks reduce while earlier ones still compute, so only the first chunk needs buckets.
-    wrapped = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
-    if compute.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = no_sync[0] if len(wrapped) == 1 else no_sync
-    return wrapped
-
-
-def unwrapped(stage: Any) -> GPTModel:
-    """The GPTModel inside DDP and Float16Module."""
-    while not isinstance(stage, GPTModel):
-        stage = stage.module
-    return stage

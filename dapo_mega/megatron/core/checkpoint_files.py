@@ -1,0 +1,110 @@
+"""Megatron's distributed checkpoints: what they hold of a model and its optimizer, how they are written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, force_all_tensors_to_non_fp8
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dapo_mega.megatron.core.repairs.background_writing import (
+    MEGATRONS_WRITER,
+    BackgroundWriting,
+    from_snapshot,
+    keep_results_in_process,
+)
+from dapo_mega.megatron.core.repairs.offloaded_optimizer import save_as_if_not_offloaded
+from dapo_mega.megatron.core.repairs.optimizer_checkpoints import (
+    allocate_adam_state,
+    keep_adam_step,
+    keep_bucket_padding,
+)
+from dapo_mega.megatron.core.repairs.restricted_loading import load_restricted
+
+__all__ = ["CHECKPOINT_ERRORS", "CheckpointWriting", "load_restricted"]
+
+CHECKPOINT_ERRORS = (CheckpointingException, CheckpointException)
+"""What Megatron and torch raise where a checkpoint cannot be written or read."""
+
+# Stores the optimizer's shards per parameter, so that any TP x PP x DP can read them.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+class CheckpointWriting:
+    """Writes sharded content in the background, one checkpoint after the other."""
+
+    def __init__(self) -> None:
+        self._queue = BackgroundWriting()
+
+    def start(self, content: dict[str, Any], folder: Path, *, from_copy: bool) -> dict[str, int]:
+        """Start writing this process's files; with `from_copy` the content may change at once. Returns the checksums of
+        files by name, which are complete when the writing is. Collective."""
+        # Addresses of the storages that training changes while the files are written.
+        kinds = (ShardedTensor, ShardedTensorFactory)
+        tensors = (shard.data for shard in nested_values(content) if isinstance(shard, kinds))
+        live = frozenset(data.untyped_storage().data_ptr() for data in tensors if data is not None)
+        keep_results_in_process()
+        request = dist_checkpointing.save(
+            content, str(folder), content_metadata=_METADATA, async_sharded_save=True, **MEGATRONS_WRITER
+        )
+        checksums: dict[str, int] = {}
+        self._queue.schedule_async_request(from_snapshot(request, live if from_copy else frozenset(), checksums))
+        return checksums
+
+    def finalize(self, *, wait: bool) -> None:
+        """Complete what all processes have written. Raises what writing raised. Collective."""
+        self._queue.maybe_finalize_async_calls(blocking=wait)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether files are still being written."""
+        return bool(self._queue.get_num_unfinalized_calls())
+
+
+def sharded_optimizer(optimizer: Any, chunks: Mapping[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
+    """The state of the optimizer of these sharded chunks, to be saved or, if `is_loading`, filled. Collective."""
+    allocate_adam_state(optimizer)
+    if is_loading:
+        keep_adam_step(optimizer)
+    keep_bucket_padding(optimizer)
+    save_as_if_not_offloaded(optimizer)
+    state: dict[str, Any] = optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=_METADATA)
+    return state
+
+
+def num_optimizers(optimizer: Any) -> int:
+    """2 with expert parallelism, where experts have a separate one; otherwise 1."""
+    return len(optimizer.chained_optimizers)
+
+
+def without_fp8(content: dict[str, Any]) -> dict[str, Any]:
+    """The content with 16-bit tensors in place of FP8 parameters, which have no storage that can be written."""
+    force_all_tensors_to_non_fp8(content)
+    return content
+
+
+def with_prefix(content: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The content under other names in the files."""
+    add_prefix_for_sharding(content, prefix)
+    return content
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """The states of this process's random numbers, by name."""
+    states = get_cuda_rng_tracker().get_states()
+    return {"torch": torch.get_rng_state(), **{n: s for n, s in states.items() if isinstance(s, torch.Tensor)}}
+
+
+def set_random_states(states: dict[str, torch.Tensor]) -> None:
+    """Continue with what `random_states` returned."""
+    torch.set_rng_state(states["torch"])
+    get_cuda_rng_tracker().set_states({name: state for name, state in states.items() if name != "torch"})
