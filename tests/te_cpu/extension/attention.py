@@ -30,14 +30,14 @@ _CAUSAL = {
 _ASKED = (
     "is_training qkv_dtype kv_dtype qkv_layout bias_type attn_mask_type softmax_type dropout num_attn_heads "
     "num_gqa_groups max_seqlen_q max_seqlen_kv head_dim_qk head_dim_v window_size_left window_size_right"
-).split()  # noqa: SIM905
+)
 
 
 def get_fused_attn_backend(*asked: Any) -> Any:
     """What cuDNN 9.13 on Hopper would answer for packed sequences of bfloat16, the only ones emulated here. 2.11 and
     2.16 ask with arguments; newer versions with one record, and they are also told why there is no backend."""
     if len(asked) > 1:
-        return _backend(SimpleNamespace(**dict(zip(_ASKED, asked, strict=False))))
+        return _backend(SimpleNamespace(**dict(zip(_ASKED.split(), asked, strict=False))))
     return _backend(asked[0]), "not emulated"
 
 
