@@ -25,10 +25,12 @@ setup(
     description="DAPO on Megatron-Core, the same code on a laptop's CPU and on a cluster",
     packages=find_packages(include=["dapo_mega", "dapo_mega.*"]),
     package_data={"dapo_mega.samples": ["viewer/*"], "dapo_mega.metrics": ["tables.md"]},
-    python_requires=">=3.11,<3.13",
+    python_requires=">=3.11,<3.14",
     install_requires=[
-        "torch>=2.11,<2.14",
-        "megatron-core>=0.16.1,<0.17",
+        "torch>=2.11,<2.15",
+        # Megatron-Core needs Python 3.12 from 0.17 on.
+        "megatron-core>=0.18.2,<0.20; python_version >= '3.12'",
+        "megatron-core>=0.16.1,<0.17; python_version < '3.12'",
         "psutil>=5.9",  # Megatron's checkpoint writer dies without it
         "transformers>=5.12,<6",
         "tokenizers>=0.22",
@@ -58,7 +60,10 @@ setup(
         "console_scripts": ["dapo-mega = dapo_mega.commands.main:main"],
     },
     extras_require={
-        "gpu": ["transformer-engine[pytorch]>=2.8,<2.12"],
+        "gpu": [
+            "transformer-engine[pytorch]>=2.16.1,<2.21; python_version >= '3.12'",
+            "transformer-engine[pytorch]>=2.8,<2.12; python_version < '3.12'",  # What Megatron-Core 0.16 takes.
+        ],
         # httpx is imported by renderers 0.1.12, which does not ask for it.
         "renderers": ["renderers>=0.1.12,<0.2", "httpx>=0.27,<1"],
         # Which scorers run an answer as code is known of this version: see rewards/reasoning_gym.py.

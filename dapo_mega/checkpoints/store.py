@@ -29,6 +29,7 @@ from dapo_mega.errors import InputError, is_lost_connection
 from dapo_mega.megatron.core.checkpoint_files import (
     CHECKPOINT_ERRORS,
     CheckpointWriting,
+    checked_layer_states,
     load_restricted,
     num_optimizers,
     random_states,
@@ -290,7 +291,8 @@ def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
         if loaded.get("fp8", model.fp8_settings) != model.fp8_settings:  # Checkpoints of earlier versions lack them.
             # The layers' FP8 states bring number formats with them, and scales that other layers lack.
             state = {key: value for key, value in state.items() if not key.endswith(_LAYER_STATE)}
-        missing, unexpected = unwrapped(chunk).load_state_dict(state, strict=False)
+        with checked_layer_states():
+            missing, unexpected = unwrapped(chunk).load_state_dict(state, strict=False)
         assert not unexpected
         assert all(key.endswith(_LAYER_STATE) for key in missing), missing
     model.load_optimizer(loaded["optimizer"], loaded["scheduler"])

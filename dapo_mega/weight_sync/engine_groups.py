@@ -33,7 +33,7 @@ def join_group(
 ) -> EngineGroup:
     """Join the group `name`. gloo waits for the other members and raises RuntimeError if they do not come in time.
 
-    The store's keys have the prefixes of torch.distributed (2.11 to 2.13), which SGLang uses to join.
+    The store's keys have the prefixes of torch.distributed (2.11 to 2.14), which SGLang uses to join.
     """
     keys = dist.PrefixStore(f"{device.type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
     if device.type == "cuda":

@@ -2,18 +2,22 @@
 
 import gc
 
-import pytest  # noqa: F401
-import torch
+try:
+    import pytest  # noqa: F401
+    import torch
 
-from tests.te_cpu import install_if_asked
+    from tests.te_cpu import install_if_asked
 
-install_if_asked()
+    install_if_asked()
 
-from dapo_mega.megatron.core.repairs import cpu_accelerator  # noqa: E402
+    from dapo_mega.megatron.core.repairs import cpu_accelerator
 
-cpu_accelerator.install()
+    cpu_accelerator.install()
 
-import dapo_mega.training.run  # noqa: E402, F401
+    import dapo_mega.training.run  # noqa: F401
+except ImportError as error:
+    # multiprocessing passes over an ImportError here, and would make workers of the half of what is wanted.
+    raise RuntimeError("tests.distributed.preloaded cannot import what all workers need") from error
 
 torch.set_num_threads(1)
 # What is imported stays: workers need not look through it for garbage, which Megatron does at each of its checkpoints.

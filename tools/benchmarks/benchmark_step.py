@@ -6,7 +6,7 @@ python tools/benchmark.py step --peer-python PEER/bin/python --equal    # all re
 The peer's environment, apart from this project's:
 
     python3 -m venv PEER
-    PEER/bin/pip install torch==2.13.0      # the same build as here: without a GPU the CPU's
+    PEER/bin/pip install torch==2.14.1      # the same build as here: without a GPU the CPU's
     PEER/bin/pip install trl==1.16.0
 
 Both sides take turns, step by step, each in its own process: same model, prompts, number of responses and forced

@@ -29,9 +29,9 @@ from dapo_mega.megatron.core.repairs.optimizer_checkpoints import (
     keep_adam_step,
     keep_bucket_padding,
 )
-from dapo_mega.megatron.core.repairs.restricted_loading import load_restricted
+from dapo_mega.megatron.core.repairs.restricted_loading import checked_layer_states, load_restricted
 
-__all__ = ["CHECKPOINT_ERRORS", "CheckpointWriting", "load_restricted"]
+__all__ = ["CHECKPOINT_ERRORS", "CheckpointWriting", "checked_layer_states", "load_restricted"]
 
 CHECKPOINT_ERRORS = (CheckpointingException, CheckpointException)
 """What Megatron and torch raise where a checkpoint cannot be written or read."""

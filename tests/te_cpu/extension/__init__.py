@@ -48,27 +48,12 @@ from .ring import (  # noqa: F401
     thd_second_half_lse_correction,
 )
 
-_NOT_NEEDED = """
-    geglu qgelu qgeglu relu reglu srelu sreglu silu swiglu clamped_swiglu gelu
-    dgelu dgeglu dqgelu dqgeglu drelu dreglu dsrelu dsreglu dsilu dswiglu clamped_dswiglu
-    dbias_dgelu dbias_dsilu dbias_drelu dbias_dqgelu dbias_dsrelu
-    moe_permute_fwd moe_permute_bwd moe_unpermute_fwd moe_unpermute_bwd
-    scaled_softmax_forward scaled_softmax_backward scaled_masked_softmax_forward scaled_masked_softmax_backward
-    scaled_upper_triang_masked_softmax_forward scaled_upper_triang_masked_softmax_backward
-    scaled_aligned_causal_masked_softmax_forward scaled_aligned_causal_masked_softmax_backward
-    layernorm_fwd layernorm_bwd rmsnorm_bwd_add swap_first_dims mxfp8_scaling_compute_partial_amax
-    mxfp8_scaling_partial_cast fa_prepare_fwd fa_prepare_bwd copy_to_kv_cache fused_qkv_rope_forward
-    fused_qkv_rope_backward fused_topk_with_score_function_fwd fused_topk_with_score_function_bwd
-    fused_score_for_moe_aux_loss_fwd fused_score_for_moe_aux_loss_bwd fused_moe_aux_loss_fwd fused_moe_aux_loss_bwd
-    dropout_fwd dropout_bwd thd_get_partitioned_indices init_nvshmem_backend create_nvshmem_tensor
-    nvshmem_send_on_current_stream nvshmem_wait_on_current_stream nvshmem_finalize multi_tensor_unscale_l2norm
-    multi_tensor_adam_param_remainder multi_tensor_adam_fp8 multi_tensor_adam_capturable
-    multi_tensor_adam_capturable_master multi_tensor_sgd multi_tensor_compute_scale_inv_e8m0
-    bulk_overlap_ag_with_external_gemm get_stream_priority_range
-""".split()  # noqa: SIM905
 
+def __getattr__(name: str) -> Callable[..., Any]:
+    """Every name that is not here, as Transformer Engine's modules ask for many when they are imported."""
+    if name.startswith("__"):
+        raise AttributeError(name)
 
-def _not_needed(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"transformer_engine_torch.{name} is not emulated on the CPU")
 
@@ -76,8 +61,8 @@ def _not_needed(name: str) -> Callable[..., Any]:
     return refuse
 
 
-for _name in _NOT_NEEDED:
-    globals()[_name] = _not_needed(_name)
+# Asked for through a star import.
+layernorm_fwd, layernorm_bwd = map(__getattr__, ("layernorm_fwd", "layernorm_bwd"))
 
 
 class FP8TensorMeta:
@@ -395,6 +380,10 @@ def multi_tensor_scale(chunk_size: int, noop: Tensor, lists: list[list[Tensor]],
         if not source.isfinite().all():
             noop.fill_(1)
         target.copy_(source * scale)
+
+
+def multi_tensor_scale_tensor(chunk_size: int, noop: Tensor, lists: list[list[Tensor]], scale: Tensor) -> None:
+    multi_tensor_scale(chunk_size, noop, lists, float(scale))
 
 
 def multi_tensor_l2norm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,56 +27,56 @@ _CAUSAL = {
 }
 
 
-def get_fused_attn_backend(
-    is_training: bool,
-    q_dtype: DType,
-    kv_dtype: DType,
-    qkv_layout: NVTE_QKV_Layout,
-    bias_type: NVTE_Bias_Type,
-    attn_mask_type: NVTE_Mask_Type,
-    softmax_type: NVTE_Softmax_Type,
-    p_dropout: float,
-    num_attn_heads: int,
-    num_gqa_groups: int,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    head_dim_qk: int,
-    head_dim_v: int,
-    window_size_left: int,
-    window_size_right: int,
-    return_max_logit: bool = False,
-    cuda_graph: bool = False,
-) -> NVTE_Fused_Attn_Backend:
-    """What cuDNN 9.13 on Hopper would answer for packed sequences of bfloat16, the only ones emulated here."""
-    head_dims_fit = (
-        head_dim_qk % 8 == 0
-        and head_dim_v % 8 == 0
-        and (
-            max(head_dim_qk, head_dim_v) <= 128
-            or (
-                max(head_dim_qk, head_dim_v) <= 256
-                and not (
-                    is_training
-                    and head_dim_qk != head_dim_v
-                    and min(head_dim_qk, head_dim_v) >= 128
-                    and (head_dim_qk, head_dim_v) != (192, 128)
-                )
+_ASKED = (
+    "is_training qkv_dtype kv_dtype qkv_layout bias_type attn_mask_type softmax_type dropout num_attn_heads "
+    "num_gqa_groups max_seqlen_q max_seqlen_kv head_dim_qk head_dim_v window_size_left window_size_right"
+)
+
+
+def get_fused_attn_backend(*asked: Any) -> Any:
+    """What cuDNN 9.13 on Hopper would answer for packed sequences of bfloat16, the only ones emulated here. 2.11 and
+    2.16 ask with arguments; newer versions with one record, and they are also told why there is no backend."""
+    if len(asked) > 1:
+        return _backend(SimpleNamespace(**dict(zip(_ASKED.split(), asked, strict=False))))
+    return _backend(asked[0]), "not emulated"
+
+
+def _backend(asked: Any) -> NVTE_Fused_Attn_Backend:
+    head_dims = (asked.head_dim_qk, asked.head_dim_v)
+    head_dims_fit = all(dim % 8 == 0 for dim in head_dims) and (
+        max(head_dims) <= 128
+        or (
+            max(head_dims) <= 256
+            and not (
+                asked.is_training
+                and asked.head_dim_qk != asked.head_dim_v
+                and min(head_dims) >= 128
+                and head_dims != (192, 128)
             )
         )
     )
     supported = (
-        q_dtype == kv_dtype
-        and q_dtype in (DType.kBFloat16, DType.kFloat16)
-        and qkv_layout.name.startswith(("NVTE_THD_T", "NVTE_T3HD", "NVTE_TH3D"))
-        and bias_type == NVTE_Bias_Type.NVTE_NO_BIAS
-        and softmax_type == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
-        and attn_mask_type.name.startswith("NVTE_PADDING")
-        and p_dropout == 0.0
+        asked.qkv_dtype in (DType.kBFloat16, DType.kFloat16)
+        and asked.qkv_layout.name.startswith(("NVTE_THD_T", "NVTE_T3HD", "NVTE_TH3D"))
+        and asked.bias_type == NVTE_Bias_Type.NVTE_NO_BIAS
+        and asked.softmax_type == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
+        and asked.attn_mask_type.name.startswith("NVTE_PADDING")
+        and asked.dropout == 0.0
         and head_dims_fit
-        and (window_size_left == -1 or (attn_mask_type in _CAUSAL and window_size_right == 0))
+        and (asked.window_size_left == -1 or (asked.attn_mask_type in _CAUSAL and asked.window_size_right == 0))
     )
     backend = NVTE_Fused_Attn_Backend
     return backend.NVTE_F16_arbitrary_seqlen if supported else backend.NVTE_No_Backend  # type: ignore[attr-defined]
+
+
+def _without_formats(rest: tuple[Any, ...], num_formats: int) -> tuple[Any, ...]:
+    """The arguments after the layout as 2.11 has them. Newer versions put names of formats before them, and after the
+    window whether the mask ends in the bottom right corner."""
+    if not isinstance(rest[0], NVTE_QKV_Format):
+        return rest
+    bias_type, mask, softmax_type, window, is_bottom_right, *others = rest[num_formats:]
+    assert mask not in _CAUSAL or is_bottom_right == (_CAUSAL[mask] == "bottom right")
+    return (bias_type, mask, softmax_type, window, *others)
 
 
 def _segments(cu: Tensor, padded: Tensor | None) -> list[tuple[int, int]]:
@@ -115,21 +116,11 @@ def fused_attn_fwd(
     p_dropout: float,
     set_zero: bool,
     qkv_layout: NVTE_QKV_Layout,
-    bias_type: NVTE_Bias_Type,
-    attn_mask_type: NVTE_Mask_Type,
-    softmax_type: NVTE_Softmax_Type,
-    window_size: tuple[int, int],
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    fake_dtype: torch.dtype,
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
     *rest: Any,
 ) -> list[Tensor]:
     """Output [T, heads, e], log-sum-exp [T, heads, 1] and the state of a random generator that was not used."""
+    bias_type, attn_mask_type, _, window_size, cu_seqlens_q, cu_seqlens_kv, q, k, v, *rest = _without_formats(rest, 2)
+    _, cu_seqlens_q_padded, cu_seqlens_kv_padded, *_ = rest
     _check(qkv_layout, bias_type, p_dropout)
     for name, cu, longest in (("q", cu_seqlens_q, max_seqlen_q), ("kv", cu_seqlens_kv, max_seqlen_kv)):
         assert cu.dtype == torch.int32, f"cu_seqlens_{name} must be int32"
@@ -158,26 +149,12 @@ def fused_attn_bwd(
     p_dropout: float,
     set_zero: bool,
     qkv_layout: NVTE_QKV_Layout,
-    bias_type: NVTE_Bias_Type,
-    attn_mask_type: NVTE_Mask_Type,
-    softmax_type: NVTE_Softmax_Type,
-    window_size: tuple[int, int],
-    deterministic: bool,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    d_o: Tensor,
-    fake_dtype: torch.dtype,
-    dqkv_type: DType,
-    aux: list[Tensor],
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
     *rest: Any,
 ) -> list[Tensor | None]:
     """Gradients of q, k and v."""
+    bias_type, attn_mask_type, _, window_size, _, cu_seqlens_q, cu_seqlens_kv, *rest = _without_formats(rest, 5)
+    q, k, v, o, d_o, *rest = rest
+    aux, cu_seqlens_q_padded, cu_seqlens_kv_padded, *_ = (x for x in rest if not isinstance(x, torch.dtype | DType))
     _check(qkv_layout, bias_type, p_dropout)
     stats = aux[0]
     gradients = [torch.zeros(part.shape, dtype=part.dtype) for part in (q, k, v)]

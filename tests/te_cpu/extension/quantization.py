@@ -76,18 +76,12 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
             quantizer.amax.copy_(_amax(tensor))
         scale = quantizer.scale
     elif kind == "Float8CurrentScalingQuantizer":
-        if not quantizer.use_existing_amax:
-            quantizer.amax.copy_(_amax(tensor))
+        amax = _amax(tensor).view(1)
         if quantizer.with_amax_reduction:
             torch.distributed.all_reduce(
-                quantizer.amax,
-                op=torch.distributed.ReduceOp.MAX,
-                group=quantizer._canonicalized_amax_reduction_group(),
+                amax, op=torch.distributed.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group()
             )
-        scale = scale_from_amax(
-            quantizer.amax, largest(quantizer.dtype), quantizer.force_pow_2_scales, quantizer.amax_epsilon
-        )
-        quantizer.scale.copy_(scale)
+        scale = scale_from_amax(amax, largest(quantizer.dtype), quantizer.force_pow_2_scales, quantizer.amax_epsilon)
     else:
         raise NotImplementedError(f"transformer_engine_torch.quantize with {kind}")
     data = to_fp8(tensor.float() * scale, quantizer.dtype)
@@ -130,7 +124,6 @@ def _empty(quantizer: Any, shape: torch.Size, dtype: torch.dtype, device: torch.
             side: torch.zeros(quantizer.get_scale_shape(shape, side), device=device) if has[side] else None
             for side in has
         }
-        compact = quantizer.all_gather_usage
         arguments = {
             "rowwise_data": data[False],
             "columnwise_data": data[True],
@@ -139,8 +132,10 @@ def _empty(quantizer: Any, shape: torch.Size, dtype: torch.dtype, device: torch.
             "fp8_dtype": quantizer.dtype,
             "quantizer": quantizer,
             "is_2D_scaled": quantizer.block_scaling_dim == 2,
-            "data_format": Float8BlockScaleTensorFormat.COMPACT if compact else Float8BlockScaleTensorFormat.GEMM_READY,
         }
+        if hasattr(quantizer, "all_gather_usage"):
+            compact, ready = Float8BlockScaleTensorFormat.COMPACT, Float8BlockScaleTensorFormat.GEMM_READY
+            arguments["data_format"] = compact if quantizer.all_gather_usage else ready
         if quantizer.internal:
             return Float8BlockwiseQTensorStorage(**arguments)
         return Float8BlockwiseQTensor(shape=list(shape), dtype=dtype, **arguments)
@@ -173,6 +168,8 @@ def _quantize_blocks(tensor: Tensor, quantizer: Any, output: Any) -> None:
     matrix = tensor.view(-1, tensor.shape[-1]).float()
     height, width = matrix.shape
     two_d = quantizer.block_scaling_dim == 2
+    # As it is gathered from other processes; 2.16 and newer have one form only.
+    compact = getattr(quantizer, "all_gather_usage", False)
     for columnwise in (False, True):
         prefix = "_columnwise" if columnwise else "_rowwise"
         if not (quantizer.columnwise_usage if columnwise else quantizer.rowwise_usage):
@@ -185,10 +182,10 @@ def _quantize_blocks(tensor: Tensor, quantizer: Any, output: Any) -> None:
         data = to_fp8(matrix * _scale_of_each(scale, rows, columns, (height, width)), quantizer.dtype)
         data = data.view(tensor.shape)
         inverse = 1.0 / scale
-        if columnwise and not quantizer.all_gather_usage:
+        if columnwise and not compact:
             data = transposed(data)
         # As cuBLAS takes them: [blocks of the product's inner dimension, rows], but square blocks the other way round.
-        if (two_d and columnwise) or (not two_d and not columnwise and not quantizer.all_gather_usage):
+        if (two_d and columnwise) or (not two_d and not columnwise and not compact):
             inverse = inverse.t()
         padded = torch.zeros(quantizer.get_scale_shape(tensor.shape, columnwise))
         padded[: inverse.shape[0], : inverse.shape[1]] = inverse
@@ -202,6 +199,12 @@ def _quantize_blocks(tensor: Tensor, quantizer: Any, output: Any) -> None:
 
 def is_block_scaled(tensor: Any) -> bool:
     return hasattr(tensor, "_is_2D_scaled")
+
+
+def _is_gemm_ready(tensor: Any) -> bool:
+    """Whether blocks lie as products take them; always in 2.16 and newer."""
+    ready = Float8BlockScaleTensorFormat.GEMM_READY
+    return getattr(tensor, "_data_format", ready) == ready  # type: ignore[no-any-return]
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -222,7 +225,7 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
     by_rows, _ = usage(tensor)
     if is_block_scaled(tensor):
         data = tensor._rowwise_data if by_rows else tensor._columnwise_data
-        is_transposed = not by_rows and tensor._data_format == Float8BlockScaleTensorFormat.GEMM_READY
+        is_transposed = not by_rows and _is_gemm_ready(tensor)
     else:
         data, is_transposed = (tensor._data, False) if by_rows else (tensor._transpose, True)
     return (*data.shape[1:], data.shape[0]) if is_transposed else tuple(data.shape)
@@ -240,7 +243,7 @@ def values(tensor: Any, columnwise: bool = False) -> Tensor:
     height, width = math.prod(shape[:-1]), shape[-1]
     data = tensor._columnwise_data if columnwise else tensor._rowwise_data
     inverse = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
-    gemm_ready = tensor._data_format == Float8BlockScaleTensorFormat.GEMM_READY
+    gemm_ready = _is_gemm_ready(tensor)
     matrix = from_fp8(data, tensor._fp8_dtype)
     matrix = matrix.reshape(width, height).t() if columnwise and gemm_ready else matrix.reshape(height, width)
     if tensor._is_2D_scaled:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,21 @@ def load_restricted(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
     with _restricted():
         loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
     return loaded
+
+
+@contextlib.contextmanager
+def checked_layer_states() -> Iterator[None]:
+    """Within it layers take the pickled states that `load_restricted` has checked: Transformer Engine 2.16 and newer
+    refuse those of delayed scaling otherwise. Can go when they are no pickles."""
+    name = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 class _Reader(FileSystemReader):
