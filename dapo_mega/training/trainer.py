@@ -32,9 +32,9 @@ from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import split
 from dapo_mega.errors import StopRequested
 from dapo_mega.megatron.covariance import choose_tokens
-from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, TokenScores
+from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch
-from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, needs_whole_trajectories
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenScores, needs_whole_trajectories
 from dapo_mega.megatron.token_advantages import (
     advantages_from_values,
     normalized,
