@@ -22,7 +22,7 @@ from dapo_mega.config import RunConfig, Section, SftConfig
 from dapo_mega.config.base import may_change_at_resume, section_in
 from dapo_mega.config.choices import kinds_of
 from dapo_mega.config.components import Component
-from dapo_mega.evaluation.benchmarks import benchmark_table
+from dapo_mega.evaluation.benchmarks import BENCHMARKS, EXTRACTION, TEMPLATE
 from dapo_mega.metrics.catalogue.tables import metric_tables
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -192,7 +192,10 @@ def _other_defaults(fine_tuning: dict[type[Section], list[str]]) -> Iterator[lis
 
 
 def _table(rows: list[list[str]]) -> str:
-    head = ["key", "type", "default", "allowed", "at a resume", "what it does"]
+    return _markdown(["key", "type", "default", "allowed", "at a resume", "what it does"], rows)
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -257,6 +260,27 @@ def _value_text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_value_text, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# Benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def benchmark_table() -> str:
+    """The benchmarks that evaluations know by name."""
+    head = ["name", "benchmark", "problems", "k", "template", "grader", "source on the hub"]
+    rows = [
+        [
+            f"`{b.name}`",
+            b.title,
+            str(b.num_problems),
+            str(b.samples),
+            f"`{TEMPLATE}`",
+            f"`{EXTRACTION}`" + (f", numbers within {b.numeric_tolerance:.0%}" if b.numeric_tolerance else ""),
+            f"`{b.hub}`, `{b.split}`",
+        ]
+        for b in BENCHMARKS.values()
+    ]
+    return _markdown(head, rows)
 
 
 # All of them ------------------------------------------------------------------------------------------------------
