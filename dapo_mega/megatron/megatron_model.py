@@ -142,7 +142,7 @@ class MegatronModel:
         def forward_step(iterator: Iterator[Batch], chunk: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
             output = self._forward(chunk, batch.micro_batch.to(self.processes.device), make_labels)
-            return output, make_loss(batch) if make_loss else _as_it_is
+            return output, make_loss(batch) if make_loss else lambda output, non_loss_data: output
 
         iterators = [iter(batches) for _ in self.chunks]
         results: list[Any] = self._schedule(
@@ -171,7 +171,3 @@ class MegatronModel:
             batch.tokens[None], batch.positions[None], None, labels=make_labels(batch), packed_seq_params=segments
         )
         return output
-
-
-def _as_it_is(output: Tensor, non_loss_data: bool) -> Tensor:
-    return output
