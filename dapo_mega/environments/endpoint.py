@@ -184,11 +184,11 @@ class Endpoint:
             if not self._told_ignored:
                 self._told_ignored = True
                 logger.info("environment: the run's sampling wins; a program's %s is ignored", headers[IGNORED_HEADER])
-        response: web.StreamResponse = web.json_response(answer, headers=headers)
-        if body.get("stream"):
-            response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
+        streams = bool(body.get("stream"))
+        of_stream = {**headers, "Content-Type": "text/event-stream"}
+        response = web.StreamResponse(headers=of_stream) if streams else web.json_response(answer, headers=headers)
         await response.prepare(request)
-        if body.get("stream"):
+        if streams:
             has_usage = bool((body.get("stream_options") or {}).get("include_usage"))
             for event in (*map(json.dumps, _chunks(answer, has_usage)), "[DONE]"):
                 await response.write(f"data: {event}\n\n".encode())
