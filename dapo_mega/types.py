@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
@@ -154,6 +156,14 @@ def sampled_rows(sampled: npt.NDArray[np.bool_], begin: int, stop: int) -> slice
     Empty where none was sampled."""
     inside = sampled[begin:stop]
     return slice(begin + int(np.argmax(inside)) if inside.any() else stop, stop)
+
+
+def extend_spans(spans: list[tuple[T, int]], more: Iterable[tuple[T, int]], start: int) -> None:
+    """Add spans (what, end), with ends counted from `start`; those of one thing that follow one another become one."""
+    for what, end in more:
+        if spans and spans[-1][0] == what:
+            spans.pop()
+        spans.append((what, start + end))
 
 
 @dataclass(frozen=True, eq=False)

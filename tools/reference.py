@@ -23,7 +23,7 @@ from dapo_mega.config import RunConfig, Section, SftConfig
 from dapo_mega.config.base import may_change_at_resume, section_in
 from dapo_mega.config.choices import kinds_of
 from dapo_mega.config.components import Component
-from dapo_mega.evaluation.benchmarks import benchmark_table
+from dapo_mega.evaluation.benchmarks import BENCHMARKS, EXTRACTION, TEMPLATE
 from dapo_mega.metrics.catalogue import METRIC_COLUMNS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -271,6 +271,27 @@ def metrics_of_losses() -> str:
         for m in POLICY_LOSS_METRICS
     ]
     return _table([[cell or "–" for cell in row] for row in rows], METRIC_COLUMNS)
+
+
+# Benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def benchmark_table() -> str:
+    """The benchmarks that evaluations know by name."""
+    head = ["name", "benchmark", "problems", "k", "template", "grader", "source on the hub"]
+    rows = [
+        [
+            f"`{b.name}`",
+            b.title,
+            str(b.num_problems),
+            str(b.samples),
+            f"`{TEMPLATE}`",
+            f"`{EXTRACTION}`" + (f", numbers within {b.numeric_tolerance:.0%}" if b.numeric_tolerance else ""),
+            f"`{b.hub}`, `{b.split}`",
+        ]
+        for b in BENCHMARKS.values()
+    ]
+    return _table(rows, head)
 
 
 # All of them ------------------------------------------------------------------------------------------------------

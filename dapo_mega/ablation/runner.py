@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +55,8 @@ class _Child:
 class Runner:
     """Starts what is not settled, in the plan's order, at most `parallel` at a time.
 
-    `command` makes a run's command line. `on_end` is called after each run that ended by itself.
+    `command` makes a run's command line. `on_end` is called after each run that ended by itself. `outcomes` says by a
+    run's name how far it is.
     """
 
     def __init__(
@@ -72,14 +73,9 @@ class Runner:
         self._parallel = parallel
         self._command = command or (lambda run: run.command(plan.processes))
         self._on_end = on_end
-        self._outcomes = {run.name: outcome_of(run) for run in plan.runs}
-        self._waiting = [run for run in plan.runs if not self._outcomes[run.name].is_settled]
+        self.outcomes = {run.name: outcome_of(run) for run in plan.runs}
+        self._waiting = [run for run in plan.runs if not self.outcomes[run.name].is_settled]
         self._children: list[_Child] = []
-
-    @property
-    def outcomes(self) -> Mapping[str, Outcome]:
-        """How far each run is, by its name."""
-        return self._outcomes
 
     def work(self) -> None:
         """Returns when every run has ended, or when a signal has come and all children have ended."""
@@ -97,7 +93,7 @@ class Runner:
     def _start(self, run: Run, progress: ProgressDisplay) -> None:
         log = self._plan.output / "logs" / f"{run.arm.group}-{run.arm.name}-seed{run.seed}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        before = self._outcomes[run.name]
+        before = self.outcomes[run.name]
         how = f"continues after step {before.step}" if before.step else "begins"
         progress.message(f"{self._place(run)}: {how}, log {log}")
         group = ProcessGroup(self._command(run), child_environment(self._plan), log)
@@ -115,7 +111,7 @@ class Runner:
         if not outcome.is_settled:
             reason = outcome.message if outcome.state == "failed" else last_line(child.log)
             outcome = Outcome("failed", outcome.step, reason)
-        self._outcomes[child.run.name] = outcome
+        self.outcomes[child.run.name] = outcome
         why = f": {outcome.message}" if outcome.message else ""
         progress.message(f"{self._place(child.run)}: {outcome.state} after step {outcome.step}{why}")
         self._on_end()
@@ -128,7 +124,7 @@ class Runner:
         child.seen_bytes = num_bytes
         if records := records_of(child.run.folder):
             step = int(records[-1]["step"])
-            self._outcomes[child.run.name] = Outcome("begun", step)
+            self.outcomes[child.run.name] = Outcome("begun", step)
             position = f"{self._place(child.run)}  step {step}/{child.run.config.num_steps}"
             progress.update(self._num_done(), records[-1], position)
 
@@ -141,7 +137,7 @@ class Runner:
         for child in self._children:
             child.group.end(deadline)
             outcome = outcome_of(child.run)
-            self._outcomes[child.run.name] = outcome
+            self.outcomes[child.run.name] = outcome
             progress.message(f"{self._place(child.run)}: stopped after step {outcome.step}")
         self._children.clear()
 
@@ -152,7 +148,7 @@ class Runner:
         """Steps that nobody has to wait for any more, over all runs."""
         waiting = {run.name for run in (*self._waiting, *(child.run for child in self._children))}
         return sum(
-            self._outcomes[run.name].step if run.name in waiting else run.config.num_steps for run in self._plan.runs
+            self.outcomes[run.name].step if run.name in waiting else run.config.num_steps for run in self._plan.runs
         )
 
 

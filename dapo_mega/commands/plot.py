@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_mega.errors import InputError
-from dapo_mega.metrics.plotting import plot_run
+from dapo_mega.metrics.plotting import plot_run, save_png
 from dapo_mega.metrics.summary import before_and_after
 from dapo_mega.metrics.timeline.excerpt import NUM_SHOWN, load_excerpt
-from dapo_mega.metrics.timeline.picture import draw_timeline
+from dapo_mega.metrics.timeline.picture import timeline_figure
 from dapo_mega.metrics.timeline.trace_events import write_trace
 
 _STEPS = re.compile(r"(?=.*\d)(\d*):(\d*)")
@@ -75,7 +75,7 @@ def _plot_timeline(arguments: argparse.Namespace) -> None:
     if not output.absolute().parent.is_dir():
         raise InputError(f"the folder of the output {output} does not exist")
     if name.endswith(".png"):
-        draw_timeline(excerpt, f"Run {run_dir.absolute().name}", output)
+        save_png(timeline_figure(excerpt, f"Run {run_dir.absolute().name}"), output)
     else:
         write_trace(excerpt, output)
     print(f"timeline: {output}")

@@ -14,7 +14,7 @@ _KEYS = ("seed", "num_prompts", "epoch", "position")
 
 
 class PromptCursor:
-    """An endless walk over `num_prompts` prompts; batches run across epoch boundaries.
+    """An endless walk over `num_prompts` prompts; batches run across epoch boundaries. `epoch` is that of the next one.
 
     The whole state is four integers, so a checkpoint can be taken between any two calls of `next`, and the walk
     continued from it equals one that was never interrupted.
@@ -35,16 +35,11 @@ class PromptCursor:
             raise InputError(f"seed={seed} is negative; give 0 or more")
         self._num_prompts = num_prompts
         self._seed = seed
-        self._epoch = 0
+        self.epoch = 0
         self._position = 0
         self._order_of = order or (lambda epoch: shuffled(random_words(num_prompts, seed, epoch)))
         self._order: Indices | None = None
         self._retired = retired
-
-    @property
-    def epoch(self) -> int:
-        """Number of completed passes over the dataset, which is the epoch of the next prompt."""
-        return self._epoch
 
     def next(self, n: int) -> list[int]:
         """Indices of the next `n` prompts, each in [0, num_prompts)."""
@@ -53,7 +48,7 @@ class PromptCursor:
         indices: list[int] = []
         while len(indices) < n:
             if self._order is None:
-                self._order = self._order_of(self._epoch)
+                self._order = self._order_of(self.epoch)
             stop = min(self._num_prompts, self._position + n - len(indices))
             coming = self._order[self._position : stop]
             if self._retired is not None:
@@ -61,19 +56,19 @@ class PromptCursor:
             indices.extend(int(i) for i in coming)
             self._position = stop
             if stop == self._num_prompts:
-                self._enter(self._epoch + 1, 0)
+                self._enter(self.epoch + 1, 0)
         return indices
 
     def begin_epoch(self) -> None:
         """Go to the start of the next epoch, whose order is made when it is needed."""
-        self._enter(self._epoch + 1, 0)
+        self._enter(self.epoch + 1, 0)
 
     def state(self) -> dict[str, int]:
         """The state that decides all further results of `next`, as plain integers."""
         return {
             "seed": self._seed,
             "num_prompts": self._num_prompts,
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "position": self._position,
         }
 
@@ -90,9 +85,9 @@ class PromptCursor:
         self._enter(checked["epoch"], checked["position"])
 
     def _enter(self, epoch: int, position: int) -> None:
-        if epoch != self._epoch:
+        if epoch != self.epoch:
             self._order = None
-        self._epoch, self._position = epoch, position
+        self.epoch, self._position = epoch, position
 
 
 def _checked(state: Mapping[str, int]) -> Mapping[str, int]:

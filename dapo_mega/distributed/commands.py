@@ -129,15 +129,12 @@ class Commanded:
             raise error from None
         if not (has_failed or is_gathered):
             return [answer]
-        gathered: list[Any] | None = [None] * dist.get_world_size(self._control) if self._is_first else None
+        is_first = dist.get_rank(self._control) == 0
+        gathered: list[Any] | None = [None] * dist.get_world_size(self._control) if is_first else None
         dist.gather_object((error, answer if is_gathered else None), gathered, dst=0, group=self._control)
         if has_failed:
             raise next((e for e, _ in gathered or () if e), _Reported())
         return [answer for _, answer in gathered or ()] if is_gathered else [answer]
-
-    @property
-    def _is_first(self) -> bool:
-        return dist.get_rank(self._control) == 0
 
 
 class _Reported(Exception):

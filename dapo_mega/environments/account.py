@@ -66,7 +66,6 @@ class InTurnsEnvironment(Environment):
             self._counts.events[became] += 1
 
     def pop_metrics(self) -> dict[str, float]:
-        """See `Environment`."""
         counts, self._counts = self._counts, Counts()
         events = counts.events
         metrics = {

@@ -21,7 +21,7 @@ from dapo_mega.environments.dialogues import make_dialogue
 from dapo_mega.environments.endpoint import Wording
 from dapo_mega.environments.markup import ENDS
 from dapo_mega.environments.pool import EnvironmentPool
-from dapo_mega.environments.programs import check_command, make_programs
+from dapo_mega.environments.programs import Programs, SharedPrograms, check_command
 from dapo_mega.environments.turns import Turns, seed_of_group
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.processes import CallError
@@ -47,7 +47,8 @@ def make_environment(config: RunConfig, tokenizer: Any) -> tuple[Environment, Re
         dialogue = make_dialogue(own.dialogue, tokenizer, chat_template=in_chats.pop(), tools=())
         decode = decoder(tokenizer, [*ENDS, *ENDS.values()])
         wording = Wording(dialogue, decode, len(tokenizer))
-        return make_programs(own, wording, usual), partial(render_messages, add_generation_prompt=False)
+        programs = Programs(own, SharedPrograms(own, wording), usual)
+        return programs, partial(render_messages, add_generation_prompt=False)
     pool = EnvironmentPool(own)
     try:
         tools = _run(own, _tools(pool))

@@ -153,7 +153,8 @@ class TemplateDialogue(Dialogue):
         return read_markup(THINK * self._opens_thought + text)
 
     def extend(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], messages: Messages) -> list[int]:
-        (close, _), *pieces = self._pieces(_history(messages), messages)
+        results = takewhile(lambda message: message["role"] == "tool", messages)
+        (close, _), *pieces = self._pieces([USER, answer([named(result) for result in results])], messages)
         stop = self._stops.get(int(sampled_ids[-1])) if len(sampled_ids) else None
         if stop is not None:
             ends = [at + len(marker) for at, marker in self._encoder.found(close)]
@@ -245,11 +246,6 @@ def answer(results: Messages = (), text: str = _ANSWER) -> dict[str, Any]:
         for result in results
     ]
     return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
-
-
-def _history(messages: Messages) -> list[Mapping[str, Any]]:
-    results = list(takewhile(lambda message: message["role"] == "tool", messages))
-    return [USER, answer([named(result) for result in results])]
 
 
 def _probes(with_tools: bool) -> Iterator[tuple[str, Messages, Messages]]:

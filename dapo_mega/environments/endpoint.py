@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from aiohttp import web
@@ -72,7 +73,7 @@ class Endpoint:
 
     def __init__(self, wording: Wording, host: str, port: int) -> None:
         self._wording = wording
-        self._dialogues: dict[str, Dialogue] = {"[]": wording.dialogue}
+        self._with_tools = lru_cache(_MOST_DIALOGUES)(lambda tools: wording.dialogue.with_tools(json.loads(tools)))
         self._sessions: dict[str, Session] = {}
         self._told_ignored = False
         self.loop = asyncio.new_event_loop()
@@ -183,17 +184,14 @@ class Endpoint:
             if not self._told_ignored:
                 self._told_ignored = True
                 logger.info("environment: the run's sampling wins; a program's %s is ignored", headers[IGNORED_HEADER])
-        if not body.get("stream"):
-            response: web.StreamResponse = web.json_response(answer, headers=headers)
-            await response.prepare(request)
-            await response.write_eof()
-            return response
-        response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
+        streams = bool(body.get("stream"))
+        of_stream = {**headers, "Content-Type": "text/event-stream"}
+        response = web.StreamResponse(headers=of_stream) if streams else web.json_response(answer, headers=headers)
         await response.prepare(request)
-        has_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        events = [json.dumps(chunk) for chunk in _chunks(answer, has_usage)]
-        for event in (*events, "[DONE]"):
-            await response.write(f"data: {event}\n\n".encode())
+        if streams:
+            has_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            for event in (*map(json.dumps, _chunks(answer, has_usage)), "[DONE]"):
+                await response.write(f"data: {event}\n\n".encode())
         await response.write_eof()
         return response
 
@@ -207,7 +205,10 @@ class Endpoint:
         if not messages or messages[-1]["role"] == "assistant":
             raise RefusedError("messages end with one that is not the policy's", param="messages")
         as_text = json.dumps(tools)
-        dialogue = self._with_tools(as_text, tools)
+        try:
+            dialogue = self._with_tools(as_text) if tools else self._wording.dialogue
+        except InputError as error:
+            raise RefusedError(str(error), param="tools") from None
         kind = f"{body.get('model')}\n{as_text}"
         limit = _max_tokens(body, "max_completion_tokens") or _max_tokens(body, "max_tokens")
 
@@ -240,16 +241,6 @@ class Endpoint:
             return _answer("generate", body, choice | {"finish_reason": turn.response.finish_reason}, turn)
 
         return await session.turn(lambda: session.behind_tokens(ids), _max_tokens(sampling, "max_tokens"), note)
-
-    def _with_tools(self, as_text: str, tools: list[Any]) -> Dialogue:
-        if as_text not in self._dialogues:
-            if len(self._dialogues) >= _MOST_DIALOGUES:
-                self._dialogues = {"[]": self._wording.dialogue}
-            try:
-                self._dialogues[as_text] = self._wording.dialogue.with_tools(tools)
-            except InputError as error:
-                raise RefusedError(str(error), param="tools") from None
-        return self._dialogues[as_text]
 
     def _said(self, turn: Recorded, dialogue: Dialogue, number: int) -> tuple[dict[str, Any], str]:
         """The policy's turn as a message. One with a call that cannot be used, as it is no JSON, was cut off or there
@@ -369,17 +360,17 @@ def _message(given: Any, where: str) -> Message:
 def _calls(given: Any, where: str) -> list[Any]:
     found = []
     for call in given if isinstance(given, list) else [None]:
-        call = call if isinstance(call, dict) else {}
-        function = call.get("function")
-        name, arguments = (function.get(key) for key in ("name", "arguments")) if isinstance(function, dict) else (0, 0)
-        if not isinstance(name, str) or not isinstance(arguments, str):
-            raise RefusedError(f"{where}.tool_calls must be [{{id, function: {{name, arguments}}}}]", param=where)
+        match call:
+            case {"function": {"name": str(name), "arguments": str(arguments)}, **others}:
+                pass
+            case _:
+                raise RefusedError(f"{where}.tool_calls must be [{{id, function: {{name, arguments}}}}]", param=where)
         try:
             read = json.loads(arguments)
         except (ValueError, RecursionError):
             read = None
         written = {"name": name, "arguments": read if isinstance(read, dict) else arguments}
-        found.append({"id": str(call.get("id") or ""), "type": "function", "function": written})
+        found.append({"id": str(others.get("id") or ""), "type": "function", "function": written})
     return found
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ast
 import json
+import operator
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, Final, Literal
 
@@ -26,6 +27,9 @@ OUT_OF_ANSWERS: Final = -1.0
 _SHORT: Final[Mapping[Kind, str]] = {"right": "", "wrong_value": "~", "wrong_numbers": "#", "illegal": "?"}
 _ALLOWED: Final = re.compile(r"[0-9+\-*/() ]{1,200}")
 _PLAIN: Final = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-"})
+_OPERATORS: Final[Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv
+}  # fmt: skip
 _FORMULA: Final = re.compile(r"""formula["']?\s*[:=]\s*["']?([^"'\n}]*)""")
 
 
@@ -119,14 +123,6 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
             return Fraction(number)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, used)
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() as operator, right=right):
-            a, b = _value(left, used), _value(right, used)
-            match operator:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-            return a / b
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() as kind, right=right):
+            return _OPERATORS[type(kind)](_value(left, used), _value(right, used))
     raise ValueError("no formula")

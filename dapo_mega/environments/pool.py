@@ -134,11 +134,6 @@ class LiveEnvironment:
         self._number = number
         self.tools: Sequence[Mapping[str, Any]] = ()
 
-    async def make(self) -> None:
-        """Make it. Raises as `observe`."""
-        answer = await self._pool.started(self._process.call(self._number, "make"))
-        self.tools = answer["tools"]
-
     async def observe(self, method: str, *arguments: Any) -> tuple[dict[str, Any] | None, Observation, str]:
         """What `reset` or `step` returned, as it was written and as it was read, and the snapshot after it. Raises
         CallError where it failed, and MisuseError for what is no observation."""
@@ -178,7 +173,6 @@ class EnvironmentPool:
 
     async def open(self) -> LiveEnvironment:
         """A new environment, where the fewest are. Raises CallError and MisuseError."""
-
         with self._lock:
             usable = [process for process in self._processes if not process.is_retired]
             if len(usable) < self._num_workers:
@@ -186,9 +180,10 @@ class EnvironmentPool:
                 self._processes.append(usable[-1])
             process = min(usable, key=lambda process: process.num_open)
             process.num_open += 1
-        live = LiveEnvironment(self, process, next(self._numbers))
+        number = next(self._numbers)
+        live = LiveEnvironment(self, process, number)
         try:
-            await live.make()
+            live.tools = (await self.started(process.call(number, "make")))["tools"]
         except BaseException:
             live.close()
             raise
@@ -232,7 +227,6 @@ class EnvironmentPool:
         """Close all environments and end the processes, with what they have started."""
         if self._closed:
             return
-
         self._closed = True
         wait(self._closing, min(_CLOSE_LIMIT_S, self._limit_s))
         for process in self._processes:

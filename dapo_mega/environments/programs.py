@@ -13,8 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from dapo_mega.distributed.event_loops import result_of
 from dapo_mega.environments.account import DiffersError, InTurnsEnvironment
 from dapo_mega.environments.base import Begun, Generate, Progress, TrajectoryFailure
 from dapo_mega.environments.endpoint import Endpoint, Wording
-from dapo_mega.environments.sessions import Ask, Ended, Session
+from dapo_mega.environments.sessions import Ended, Session
 from dapo_mega.environments.turns import seed_of_group, task_of
 from dapo_mega.rewards import keeper
 from dapo_mega.rewards.processes import CallError, OutputLog, end_tree, ending
@@ -50,15 +49,12 @@ class Programs(InTurnsEnvironment):
         self._shared = shared
 
     def log_to(self, path: Path) -> None:
-        """See `Environment`."""
         self._shared.output.write_to(path)
 
     def close(self) -> None:
-        """See `Environment`."""
         self._shared.close()
 
     def apart(self) -> Programs:
-        """See `Environment`."""
         return Programs(self._own, self._shared, self._usual_trajectories)
 
     async def _run(
@@ -66,7 +62,7 @@ class Programs(InTurnsEnvironment):
     ) -> Trajectory:
         retries = self._own.retries
         task, seed = json.dumps(task_of(prompt), default=str), seed_of_group(request.seed >> 64, prompt.index)
-        async with self._shared.place():
+        async with self._shared.places:
             while True:
                 try:
                     return await self._played(task, seed, request, generate, progress)
@@ -90,15 +86,11 @@ class Programs(InTurnsEnvironment):
         self._counts.events["replays"] += begun is not None
         program = _Program(self._own, self._shared, Session(request, self._own, begun), task, seed)
         session, loop = program.session, self._shared.endpoint.loop
-
-        def next_event() -> Future[Ask | Ended | DiffersError]:
-            return asyncio.run_coroutine_threadsafe(session.events.get(), loop)
-
         self._shared.start(program)
         try:
             while True:
                 begin = time.monotonic()
-                event = await result_of(next_event)
+                event = await result_of(lambda: asyncio.run_coroutine_threadsafe(session.events.get(), loop))
                 self._counts.events["calls"] += 1
                 self._counts.call_s += time.monotonic() - begin
                 if isinstance(event, DiffersError):
@@ -122,17 +114,16 @@ class Programs(InTurnsEnvironment):
 
 
 class SharedPrograms:
-    """The endpoint, what programs print, and places for `max_programs`; all that several `Programs` share."""
+    """The endpoint, what programs print, and `places` for `max_programs` on one event loop; all that several `Programs`
+    share."""
 
     def __init__(self, own: ProgramEnvironment, wording: Wording) -> None:
         self._own = own
         self._wording = wording
         self._lock = threading.Lock()
         self._endpoint: Endpoint | None = None
-        self._free = own.max_programs
-        self._waiting: deque[Future[None]] = deque()
-        self._running: set[Future[None]] = set()
-        self._programs: set[_Program] = set()
+        self.places = asyncio.Semaphore(own.max_programs)
+        self._running: dict[Future[None], _Program] = {}
         self.output = OutputLog()
         self.lifeline, self._held = os.pipe()
 
@@ -144,53 +135,18 @@ class SharedPrograms:
                 self._endpoint = Endpoint(self._wording, self._own.host, self._own.port)
             return self._endpoint
 
-    @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """A place among those that run. Engines go on while it is waited for."""
-        with self._lock:
-            waiter: Future[None] | None = None
-            if self._free:
-                self._free -= 1
-            else:
-                self._waiting.append(waiter := Future())
-        try:
-            if waiter:
-                await asyncio.wrap_future(waiter)
-        except asyncio.CancelledError:
-            if waiter and not waiter.cancel():  # It has just been given a place.
-                self._release()
-            raise
-        try:
-            yield
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        with self._lock:
-            while self._waiting:
-                waiter = self._waiting.popleft()
-                if waiter.set_running_or_notify_cancel():
-                    waiter.set_result(None)
-                    return
-            self._free += 1
-
     def start(self, program: _Program) -> None:
         """Run it in the endpoint's thread, to its end."""
-        self._programs.add(program)
-        self._running.add(running := asyncio.run_coroutine_threadsafe(program.run(), self.endpoint.loop))
-
-        def forget(_: Future[None]) -> None:
-            self._running.discard(running)
-            self._programs.discard(program)
-
-        running.add_done_callback(forget)
+        running = asyncio.run_coroutine_threadsafe(program.run(), self.endpoint.loop)
+        self._running[running] = program
+        running.add_done_callback(self._running.pop)
 
     def close(self) -> None:
         """End all programs, and the endpoint. May be called more than once."""
         if self._held < 0:
             return
         if self._endpoint:
-            for program in list(self._programs):
+            for program in list(self._running.values()):
                 self._endpoint.loop.call_soon_threadsafe(program.end)
             wait(list(self._running), _CLOSE_LIMIT_S)
             self._endpoint.close()
@@ -305,9 +261,7 @@ class _Program:
     def end(self, reason: str = "it was ended") -> None:
         """Kill it with all that it has started."""
         self._is_over = True
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
+        self._wait(True)
         if self._process and self._process.returncode is None and not self._ending:
             self._reason = reason
             self._ending = asyncio.ensure_future(
@@ -322,8 +276,3 @@ def check_command(own: ProgramEnvironment) -> None:
         raise own.unusable(f"there is no folder {own.folder}; set environment.folder")
     if not shutil.which(str(Path(own.folder) / program) if "/" in program else program):
         raise own.unusable(f"there is no program {program} in {own.folder if '/' in program else 'the PATH'}")
-
-
-def make_programs(own: ProgramEnvironment, wording: Wording, usual_trajectories: int) -> Programs:
-    """The run's programs; nothing is started yet."""
-    return Programs(own, SharedPrograms(own, wording), usual_trajectories)

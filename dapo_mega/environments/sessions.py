@@ -203,14 +203,9 @@ class Session:
 
     def behind_tokens(self, token_ids: list[int]) -> Place:
         """Where a prompt of these tokens goes on."""
-        best, length = None, 0
-        for turn in self._turns:
-            if (
-                length <= turn.end <= len(token_ids)
-                and turn.rows.token_ids[: turn.end].tolist() == token_ids[: turn.end]
-            ):
-                best, length = turn, turn.end
-        return best, token_ids[length:]
+        found = [t for t in reversed(self._turns) if t.rows.token_ids[: t.end].tolist() == token_ids[: t.end]]
+        best = max(found, key=lambda turn: turn.end, default=None)
+        return best, token_ids[best.end if best else 0 :]
 
     def behind_messages(self, kind: str, messages: Sequence[Message], dialogue: Dialogue) -> Place:
         """Where a prompt of these messages goes on, among turns of the same kind. Raises RefusedError for messages that
@@ -223,11 +218,8 @@ class Session:
             else message
             for message in messages
         ]
-        best: Recorded | None = None
-        for turn in self._turns:
-            length = len(turn.history)
-            if length and keys[:length] == turn.history and (best is None or length >= len(best.history)):
-                best = turn
+        found = [t for t in reversed(self._turns) if t.history and keys[: len(t.history)] == t.history]
+        best = max(found, key=lambda turn: len(turn.history), default=None)
         new = shown[len(best.history) - 1 :] if best else []
         if best and all(message["role"] in _OBSERVED for message in new):
             with contextlib.suppress(InputError):  # The whole may be possible all the same.

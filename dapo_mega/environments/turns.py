@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,9 +26,17 @@ from dapo_mega.environments.observations import Observation
 from dapo_mega.environments.pool import EnvironmentPool, LiveEnvironment
 from dapo_mega.rewards.processes import CallError
 from dapo_mega.rewards.records import RewardRecord
-from dapo_mega.types import GenerationRequest, LogProbs, Prompt, Response, TokenIds, Trajectory, Turn, sampled_rows
-
-T = TypeVar("T")
+from dapo_mega.types import (
+    GenerationRequest,
+    LogProbs,
+    Prompt,
+    Response,
+    TokenIds,
+    Trajectory,
+    Turn,
+    extend_spans,
+    sampled_rows,
+)
 
 _LONGEST_TOKEN: Final = 1024
 """Characters: no vocabulary has longer ones."""
@@ -51,15 +59,12 @@ class Turns(InTurnsEnvironment):
         self._dialogue = dialogue
 
     def log_to(self, path: Path) -> None:
-        """See `Environment`."""
         self._pool.log_to(path)
 
     def close(self) -> None:
-        """See `Environment`."""
         self._pool.close()
 
     def apart(self) -> Turns:
-        """See `Environment`."""
         return Turns(self._own, self._pool, self._dialogue, self._usual_trajectories)
 
     async def _run(
@@ -91,7 +96,7 @@ class Turns(InTurnsEnvironment):
         rows = Rows(request, begun.trajectory if begun else None)
         life.action_of = partial(self._action, rows)
         if begun:
-            life.goes_on(begun)
+            life.observations, life.snapshot = list(begun.observations), begun.snapshot
         else:
             first = await life.observe("reset", life.task, life.seed)
             if self._is_huge(first) or not self._add(rows, self._dialogue.opening(prompt.messages, first.messages)):
@@ -103,7 +108,7 @@ class Turns(InTurnsEnvironment):
                 progress.begun = Begun(rows.trajectory(), tuple(life.observations), life.snapshot)
                 turn += 1
             observation = await life.observe("step", life.action_of(turn - 1))
-            rows.turns[-1] = replace(rows.turns[-1], parts=observation.earned)
+            rows.note(observation.earned)
             stop = observation.stop or ("turns" if turn == own.max_turns else "")
             if not stop and own.trajectory_limit_s and time.monotonic() - started > own.trajectory_limit_s:
                 stop = "timeout"
@@ -160,11 +165,6 @@ class _Life:
         self.observations: list[Any] = []
         self.snapshot = ""
 
-    def goes_on(self, begun: Begun) -> None:
-        """Let it be as it was."""
-        self.observations = list(begun.observations)
-        self.snapshot = begun.snapshot
-
     async def observe(self, *call: Any) -> Observation:
         """What a method returns, its name first. Raises CallError where it failed once too often, and DiffersError."""
         while True:
@@ -212,25 +212,20 @@ class _Life:
 
 
 class Rows:
-    """The rows of a trajectory so far. The ids of its prompt are before those of the rows."""
+    """The rows of a trajectory so far. In `token_ids` the ids of its prompt are before those of the rows."""
 
     def __init__(self, request: GenerationRequest, begun: Trajectory | None = None) -> None:
         self._request = request
         self._prompt_length = len(request.prompt_token_ids)
-        self._token_ids = request.prompt_token_ids
+        self.token_ids = request.prompt_token_ids
         self._logprobs, self._sampled = np.empty(0, np.float32), np.empty(0, np.bool_)
         self.turns: list[Turn] = []
         self._versions: list[tuple[int, int]] = []
         self._engines: list[tuple[str, int]] = []
         if begun:
-            self._token_ids = np.concatenate([self._token_ids, begun.token_ids])
+            self.token_ids = np.concatenate([self.token_ids, begun.token_ids])
             self._logprobs, self._sampled, self.turns = begun.logprobs, begun.sampled, list(begun.turns)
             self._versions, self._engines = list(begun.version_spans), list(begun.engine_spans)
-
-    @property
-    def token_ids(self) -> TokenIds:
-        """All ids, those of the prompt too."""
-        return self._token_ids
 
     @property
     def left(self) -> int:
@@ -241,7 +236,7 @@ class Rows:
         """The request of this turn, with random numbers of its own."""
         return replace(
             self._request,
-            prompt_token_ids=self._token_ids,
+            prompt_token_ids=self.token_ids,
             seed=_seed_of_turn(self._request.seed, turn),
             sampling=replace(self._request.sampling, max_new_tokens=min(self.left, max_turn_tokens or self.left)),
         )
@@ -251,15 +246,15 @@ class Rows:
         stop = self.turns[turn].stop
         begin = self.turns[turn - 1].stop if turn else 0
         split, end = self._prompt_length + sampled_rows(self._sampled, begin, stop).start, self._prompt_length + stop
-        return self._token_ids[:split].tolist(), self._token_ids[split:end].tolist()
+        return self.token_ids[:split].tolist(), self.token_ids[split:end].tolist()
 
     def add(self, response: Response) -> None:
         """Add a turn of the policy. Rows that were observed before it have its first version and engine."""
         start, length = len(self._sampled), len(response.token_ids)
         self.append(response.token_ids, response.logprobs)
         versions = response.version_spans or ((response.weight_version, length),)
-        _extend(self._versions, [(version, start + end) for version, end in versions])
-        _extend(self._engines, [(engine, start + end) for engine, end in response.engine_spans])
+        extend_spans(self._versions, versions, start)
+        extend_spans(self._engines, response.engine_spans, start)
         self.turns.append(Turn(start + length, response.finish_reason))
 
     def note(self, parts: Mapping[str, float]) -> None:
@@ -269,7 +264,7 @@ class Rows:
     def append(self, token_ids: TokenIds, logprobs: LogProbs | None = None) -> None:
         """Add rows, which were observed where they have no log-probs."""
         length = len(token_ids)
-        self._token_ids = np.concatenate([self._token_ids, token_ids])
+        self.token_ids = np.concatenate([self.token_ids, token_ids])
         of_rows = np.zeros(length, np.float32) if logprobs is None else logprobs
         self._logprobs = np.concatenate([self._logprobs, of_rows])
         self._sampled = np.concatenate([self._sampled, np.full(length, logprobs is not None)])
@@ -277,7 +272,7 @@ class Rows:
     def trajectory(self, stop: str = "") -> Trajectory:
         return Trajectory(
             self._request.request_id,
-            self._token_ids[self._prompt_length :],
+            self.token_ids[self._prompt_length :],
             self._logprobs,
             self._sampled,
             tuple(self.turns),
@@ -286,14 +281,6 @@ class Rows:
             (len(self._sampled),),
             stop,
         )
-
-
-def _extend(spans: list[tuple[T, int]], more: Sequence[tuple[T, int]]) -> None:
-    """Add spans (what, end); those of one thing that follow one another become one."""
-    for what, end in more:
-        if spans and spans[-1][0] == what:
-            spans.pop()
-        spans.append((what, end))
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:

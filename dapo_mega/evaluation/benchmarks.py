@@ -153,24 +153,6 @@ def dataset_of(source: Source, template: str, chat_template: bool) -> DatasetCon
     )
 
 
-def benchmark_table() -> str:
-    """The benchmarks as a table for the documentation."""
-    head = ["name", "benchmark", "problems", "k", "template", "grader", "source on the hub"]
-    rows = [
-        [
-            f"`{b.name}`",
-            b.title,
-            str(b.num_problems),
-            str(b.samples),
-            f"`{TEMPLATE}`",
-            f"`{EXTRACTION}`" + (f", numbers within {b.numeric_tolerance:.0%}" if b.numeric_tolerance else ""),
-            f"`{b.hub}`, `{b.split}`",
-        ]
-        for b in BENCHMARKS.values()
-    ]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-
-
 def _file_in(folder: Path, benchmark: Benchmark) -> Path:
     """The benchmark's file in the folder: of several the one whose name comes first in `stems`."""
     if not folder.is_dir():

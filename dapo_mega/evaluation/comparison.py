@@ -20,7 +20,6 @@ from dapo_mega.evaluation.saved import Problem, SavedEvaluation
 from dapo_mega.evaluation.statistics import (
     Estimate,
     Floats,
-    estimate_mean,
     estimate_means,
     paired_p_value,
     pass_at_each_k,
@@ -228,7 +227,7 @@ def _against_base(
     return AgainstBase(
         differences,
         _crossings(responses, ks, differences),
-        estimate_mean(of_base[f"pass@{max(ks)}"] - of_model[f"avg@{max(ks)}"]),
+        estimate_means(of_base[f"pass@{max(ks)}"] - of_model[f"avg@{max(ks)}"])[0],
         tuple(problem for problem in found if not problem.base_correct and problem.model_correct),
         tuple(problem for problem in found if problem.base_correct and not problem.model_correct),
     )

@@ -37,7 +37,15 @@ def _draw_curves(axes: Axes, comparison: BenchmarkComparison) -> None:
         color = f"C{number % 10}"
         axes.plot(ks, values, "-o", color=color, markersize=4, label=f"{label} (base)" if number == 0 else label)
         axes.fill_between(ks, [e.low for e in found], [e.high for e in found], color=color, alpha=0.2, linewidth=0)
-    _mark_crossings(axes, comparison)
+    for label, against in comparison.against_base.items():
+        for crossing in against.crossings:
+            told = "" if crossing.is_separated else ", within noise"
+            axes.axvline(
+                crossing.k,
+                color=_CROSSING_COLOR,
+                linestyle="-" if crossing.is_separated else ":",
+                label=f"{label} crosses {comparison.base} at k = {crossing.k}{told}",
+            )
     axes.set_xscale("log", base=2)
     if any(measures[f"pass@{k}"].value > 0 for measures in comparison.measures.values() for k in ks):
         axes.set_yscale("log", nonpositive="mask")
@@ -48,19 +56,6 @@ def _draw_curves(axes: Axes, comparison: BenchmarkComparison) -> None:
     axes.grid(alpha=0.3, which="both")
     for text in axes.legend(loc="lower right").get_texts():
         text.set_parse_math(False)
-
-
-def _mark_crossings(axes: Axes, comparison: BenchmarkComparison) -> None:
-    for label, against in comparison.against_base.items():
-        for crossing in against.crossings:
-            style = "-" if crossing.is_separated else ":"
-            told = "" if crossing.is_separated else ", within noise"
-            axes.axvline(
-                crossing.k,
-                color=_CROSSING_COLOR,
-                linestyle=style,
-                label=f"{label} crosses {comparison.base} at k = {crossing.k}{told}",
-            )
 
 
 def _label_ticks(axes: Axes, comparison: BenchmarkComparison) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,7 +80,7 @@ class FleetSampler(FleetClient, Sampler):
         """See `RolloutFleet`. Raises FleetError when no engine that serves the model can be reached."""
         with closing(work):
             # The first engine would get all requests.
-            while self.has_absent() and time.monotonic() < self._gather_until:
+            while self._membership.in_state("joining", "outdated", "away") and time.monotonic() < self._gather_until:
                 self.tend()
                 time.sleep(_TICK_S)
             return super().run(work)
@@ -98,7 +99,9 @@ class FleetSampler(FleetClient, Sampler):
             if isinstance(result, EngineError):
                 self.failed(url, f"its weights could not be named: {result.reason}")
         ready = [target for target in targets if not isinstance(named[target.url], EngineError)]
-        scores = self.start_call(ready, self._score, _SCORING_TIMEOUT_S).result()
+        versions = VersionRange(self._name, _VERSION, _VERSION)
+        score = partial(engine_logprobs, token_ids=self._tokens, versions=versions, timeout_s=_SCORING_TIMEOUT_S)
+        scores = self.start_call(ready, score, _SCORING_TIMEOUT_S).result()
         for url, found in scores.items():
             if isinstance(found, EngineError):
                 self.failed(url, f"it did not score a sequence: {found.reason}")
@@ -126,10 +129,6 @@ class FleetSampler(FleetClient, Sampler):
         await client.set_weight_version(str(WeightVersion(self._name, _VERSION)))
         info = await client.info()
         return f"SGLang {info.version}{DETERMINISTIC if info.deterministic else ''}"
-
-    async def _score(self, client: EngineClient) -> LogProbs:
-        versions = VersionRange(self._name, _VERSION, _VERSION)
-        return await engine_logprobs(client, self._tokens, versions, _SCORING_TIMEOUT_S)
 
 
 @torch.inference_mode()

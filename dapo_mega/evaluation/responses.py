@@ -72,26 +72,19 @@ class ResponseStore:
         """Join the parts to one file, whose account has the `settings`. They stay if requests failed, for the next
         start to ask these again."""
         if not self.is_finished:
-            self._join(settings)
+            paths = [self._path(number) for number in range(len(self._requests)) if self._path(number).exists()]
+            accounts = [account_of(pq.read_metadata(path).metadata) for path in paths]
+            metadata = _metadata((name for account in accounts for name in account["engines"]), settings=dict(settings))
+            columns = pa.unify_schemas([schema(), *(pq.read_schema(path).remove_metadata() for path in paths)])
+            columns = columns.with_metadata(metadata)
+            parts = (_read(path).replace_schema_metadata(metadata) for path in paths)
+            tables = (pa.concat_tables([columns.empty_table(), part], promote_options="default") for part in parts)
+            is_complete = not self.missing()
+            write_tables(self.file, columns, tables)
+            if is_complete:
+                # Removed under another name: a kill in between must not leave some parts, whose lack would be noticed.
+                self._parts.rename(self._joined)
         shutil.rmtree(self._joined, ignore_errors=True)
-
-    def _join(self, settings: Mapping[str, Any]) -> None:
-        paths = [self._path(number) for number in range(len(self._requests)) if self._path(number).exists()]
-        accounts = [account_of(pq.read_metadata(path).metadata) for path in paths]
-        metadata = _metadata((name for account in accounts for name in account["engines"]), settings=dict(settings))
-        columns = pa.unify_schemas([schema(), *(pq.read_schema(path).remove_metadata() for path in paths)])
-        columns = columns.with_metadata(metadata)
-        tables = (
-            pa.concat_tables(
-                [columns.empty_table(), _read(path).replace_schema_metadata(metadata)], promote_options="default"
-            )
-            for path in paths
-        )
-        is_complete = not self.missing()
-        write_tables(self.file, columns, tables)
-        if is_complete:
-            # Removed under another name: a kill in between must not leave some parts, whose lack would be noticed.
-            self._parts.rename(self._joined)
 
     def _group(self, trajectory: Trajectory) -> int:
         """The smallest id of the problem's trajectories."""

@@ -27,7 +27,7 @@ from dapo_mega.evaluation.sampling import Sampler
 from dapo_mega.metrics.run_text import package_versions
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rollout.asking import Rollout, ask_in_parts
-from dapo_mega.types import GenerationRequest, Prompt, Trajectory
+from dapo_mega.types import Prompt, Trajectory
 
 SETTINGS_FILE = "settings.json"
 _DECIDING_PACKAGES = ("python", "dapo_mega", "torch", "transformers", "numpy", "math-verify")
@@ -151,35 +151,25 @@ def _answered(task: _Task, part_size: int, tokenizer: Any, model: Path, sampler:
         if missing := store.missing():
             task.folder.mkdir(exist_ok=True)
             replace_file(task.folder / SETTINGS_FILE, json.dumps(task.settings, indent=1) + "\n")
-            _ask(task.name, evaluator, store, missing, sampler(task))
+            total = len(evaluator.requests)
+            done = total - sum(map(len, missing.values()))
+            if done:
+                print_once(f"{task.name}: {done} responses are there, {total - done} are missing")
+            asked, next_line = sampler(task), time.monotonic() + _SECONDS_BETWEEN_LINES
+
+            def keep(part: int, rollouts: Sequence[Rollout]) -> None:
+                nonlocal done, next_line
+                answered = [rollout for rollout in rollouts if isinstance(rollout, Trajectory)]
+                if answered:
+                    store.write(part, evaluator.score(answered), asked.engines)
+                done += len(rollouts)
+                if time.monotonic() >= next_line:
+                    next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+                    print_once(f"{task.name}: {done} of {total} responses")
+
+            asked.run(ask_in_parts(asked.generate, missing.items(), keep, asked.most_open))
         store.finish(task.settings)
     return store.file
-
-
-def _ask(
-    name: str,
-    evaluator: Evaluator,
-    store: ResponseStore,
-    missing: Mapping[int, Sequence[GenerationRequest]],
-    sampler: Sampler,
-) -> None:
-    total = sum(map(len, missing.values()))
-    known = len(evaluator.requests) - total
-    if known:
-        print_once(f"{name}: {known} responses are there, {total} are missing")
-    done, next_line = known, time.monotonic() + _SECONDS_BETWEEN_LINES
-
-    def keep(part: int, rollouts: Sequence[Rollout]) -> None:
-        nonlocal done, next_line
-        answered = [rollout for rollout in rollouts if isinstance(rollout, Trajectory)]
-        if answered:
-            store.write(part, evaluator.score(answered), sampler.engines)
-        done += len(rollouts)
-        if time.monotonic() >= next_line:
-            next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-            print_once(f"{name}: {done} of {known + total} responses")
-
-    sampler.run(ask_in_parts(sampler.generate, missing.items(), keep, sampler.most_open))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 
 NUM_RESAMPLES: Final = 10_000
 _SEED: Final = 0
@@ -69,11 +68,6 @@ def estimate_means(values: npt.ArrayLike) -> list[Estimate]:
         raise ValueError("there are no problems to average over")
     resampled = np.concatenate([data @ weights for weights in _resamples(data.shape[1])], axis=1)
     return [_bca(row, means) for row, means in zip(data, resampled, strict=True)]
-
-
-def estimate_mean(values: npt.ArrayLike) -> Estimate:
-    """`estimate_means` of one row [P]."""
-    return estimate_means(np.asarray(values, np.float64)[None])[0]
 
 
 def _resamples(num_problems: int) -> Iterator[Floats]:

@@ -141,7 +141,7 @@ class MegatronModel:
         def forward_step(iterator: Iterator[Batch], chunk: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
             output = self._forward(chunk, batch.micro_batch.to(self.processes.device), make_labels)
-            return output, make_loss(batch) if make_loss else _as_it_is
+            return output, make_loss(batch) if make_loss else lambda output, non_loss_data: output
 
         return run_schedule(forward_step, batches, self.chunks, learns=make_loss is not None)
 
@@ -155,7 +155,3 @@ class MegatronModel:
             context_size=self.processes.context_size,
         )
         return run_chunk(chunk, batch.tokens, batch.positions, segments, make_labels(batch))
-
-
-def _as_it_is(output: Tensor, non_loss_data: bool) -> Tensor:
-    return output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,11 @@ from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerCo
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.megatron_model import MegatronModel
-from dapo_mega.megatron.objectives import Objective, TokenBatch, TokenOutputs
+from dapo_mega.megatron.objectives import Objective, TokenBatch, TokenScores
 from dapo_mega.megatron.output_layer import ChosenTokens, PolicyStage
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models import Architecture
 from dapo_mega.models.stored_model import open_policy
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Log-probs and entropies [N] float32 of the response tokens of one micro-batch; empty off the last stage."""
-
-    logprobs: Tensor
-    entropy: Tensor
-
 
 _CALIBRATION_PASSES = 2
 """The largest values that the first pass sees come out of layers that computed with a scale of 1."""
@@ -159,7 +149,7 @@ class MegatronPolicy(TrainedModel, TokenScoring):
             def loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 if scores is not None:
                     scores.append(TokenScores(*output.detach().unbind()))
-                term = objective.evaluate(TokenOutputs(output[0], output[1]), batch)
+                term = objective.evaluate(TokenScores(*output.unbind()), batch)
                 return term.total, term.denominator, torch.stack([term.sums[name] for name in objective.sum_names])
 
             return loss

@@ -44,9 +44,9 @@ class TokenBatch:
 
 
 @dataclass(frozen=True)
-class TokenOutputs:
-    """The model's outputs for the response tokens of a micro-batch, each [N]: log-probs in nats, with gradient, and
-    entropies, which are zeros if the objective does not need them."""
+class TokenScores:
+    """Log-probs in nats and entropies [N] float32 of the response tokens of one micro-batch; empty off the last stage.
+    Where a loss is computed of them they have gradients, and entropies that the objective does not need are zeros."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -89,7 +89,7 @@ class PolicyGradient:
         own = ("loss", "denominator", "loss_tokens", "kl_to_old", "kl_to_reference")
         return (*own, *self.settings.policy_loss.sum_names)
 
-    def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
+    def evaluate(self, outputs: TokenScores, batch: TokenBatch) -> LossTerm:
         """The micro-batch's part of the loss."""
         settings, micro = self.settings, batch.micro_batch
         in_loss = micro.in_loss.to(outputs.logprobs.device)
@@ -187,7 +187,7 @@ class SupervisedLoss:
     needs: frozenset[LossNeed] = frozenset()
     sum_names: tuple[str, ...] = ("loss", "denominator")
 
-    def evaluate(self, outputs: TokenOutputs, batch: TokenBatch) -> LossTerm:
+    def evaluate(self, outputs: TokenScores, batch: TokenBatch) -> LossTerm:
         micro, logprobs = batch.micro_batch, outputs.logprobs
         total = -(logprobs * micro.of_responses(micro.token_weights).to(logprobs.device)).sum()
         denominator = torch.tensor(float(micro.denominator), device=total.device)

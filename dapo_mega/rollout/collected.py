@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,6 @@ from dapo_mega.metrics import Histogram
 from dapo_mega.rollout.buffer import GroupCounts
 from dapo_mega.rollout.scoring import ScoringCounts, lengths_of, parts_of, verdicts_of
 from dapo_mega.types import STOP_REASONS, Group, GroupFate, GroupOutcome, ScoredTrajectory
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -101,18 +98,6 @@ class RolloutStats:
         }
 
 
-def warn_of_left_out(num_saved: int, num_kept: int) -> None:
-    """Say it if groups of a checkpoint are not used by the run that continues from it."""
-    if num_kept < num_saved:
-        logger.warning(
-            "%d of the %d groups that the checkpoint holds or waits for are left out: they were sampled or scored with "
-            "other settings than those given now, have another size, are too long or do not pass the filter. Their "
-            "prompts have had their turn",
-            num_saved - num_kept,
-            num_saved,
-        )
-
-
 def scoring_metrics(counts: ScoringCounts) -> dict[str, float]:
     """How scoring went."""
     metrics = {
@@ -129,7 +114,13 @@ def group_metrics(groups: Sequence[Group], version: int, counts: GroupCounts) ->
     """How old the groups are on which a step that starts from weights of `version` trains, and what was offered to the
     buffer."""
     staleness = [version - group.weight_version for group in groups]
-    tokens = _tokens_by_age(groups, version)
+    tokens: Counter[int] = Counter()  # The sampled ones, by the steps since the weights that sampled them.
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        start = 0
+        for sampled_with, end in trajectory.version_spans:
+            if number := int(np.count_nonzero(trajectory.sampled[start:end])):
+                tokens[version - sampled_with] += number
+            start = end
     metrics = {
         **{f"buffer/token_share_age_{age}": tokens[age] / tokens.total() for age in sorted(tokens)},
         "buffer/staleness_mean": float(np.mean(staleness)),
@@ -143,16 +134,3 @@ def group_metrics(groups: Sequence[Group], version: int, counts: GroupCounts) ->
         metrics["groups/all_right_share"] = counts.all_right / counts.judged
         metrics["groups/all_wrong_share"] = counts.all_wrong / counts.judged
     return metrics
-
-
-def _tokens_by_age(groups: Sequence[Group], version: int) -> Counter[int]:
-    """The number of sampled tokens by the steps since the weights that sampled them, in the step that starts from
-    weights of `version`."""
-    tokens: Counter[int] = Counter()
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        start = 0
-        for sampled_with, end in trajectory.version_spans:
-            if number := int(np.count_nonzero(trajectory.sampled[start:end])):
-                tokens[version - sampled_with] += number
-            start = end
-    return tokens

@@ -35,7 +35,7 @@ from dapo_mega.metrics import Histogram
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rollout.admission import Admission, Counts
 from dapo_mega.rollout.buffer import GroupBuffer
-from dapo_mega.rollout.collected import RolloutStats, group_metrics, scoring_metrics, warn_of_left_out
+from dapo_mega.rollout.collected import RolloutStats, group_metrics, scoring_metrics
 from dapo_mega.rollout.group_state import Arrays, pack_groups, settings_of_groups, unpack_groups
 from dapo_mega.rollout.groups import OpenGroup, pack_open, unpack_open
 from dapo_mega.rollout.latency import GroupLatency
@@ -211,21 +211,18 @@ class Collector:
             raise self._failure
         found, self._found, self._num_kept_of_found = self._found, [], 0
         self._counted += found
-        for group in found:
-            if isinstance(group.result, Group):
-                self._offer(group.result, stats)
-            elif group.result:
-                (stats.unscored if group.is_complete else stats.given_up).append(group.result)
+        for opened in found:
+            group = opened.result
+            if isinstance(group, Group):
+                self.recent.extend((group.prompt, member) for member in group.trajectories)
+                stats.scored.extend(group.trajectories)
+                stats.greedy.extend([group.greedy] if group.greedy else [])
+                stats.groups.append(group)
+                self._observe(group)
+                self.buffer.offer(group)
+            elif group:
+                (stats.unscored if opened.is_complete else stats.given_up).append(group)
         self.buffer.evict_stale(self._version)
-
-    def _offer(self, group: Group, stats: RolloutStats) -> None:
-        """Count the group, and hold it if it carries a signal."""
-        self.recent.extend((group.prompt, member) for member in group.trajectories)
-        stats.scored.extend(group.trajectories)
-        stats.greedy.extend([group.greedy] if group.greedy else [])
-        stats.groups.append(group)
-        self._observe(group)
-        self.buffer.offer(group)
 
     def _counts(self) -> Counts:
         return Counts(
@@ -265,8 +262,7 @@ class Collector:
             del self._open[group.id]
             self._found.append(group)
             self._num_kept_of_found += group.is_kept
-            self._changed.set()
-            self._ask_ahead()
+            self._go_on()
         except Exception as error:
             if self._is_training:
                 logger.error("the run ends after this step: %s", error)
@@ -276,7 +272,8 @@ class Collector:
     async def _scored(self, group: OpenGroup) -> Group | GroupFate:
         """The complete group with its scores; where one could not be had, its fate."""
         members = group.members()
-        slow = asyncio.get_running_loop().call_later(_SLOW_SCORING_S, self._places_are_free)
+        # Engines work on other groups while this one is scored.
+        slow = asyncio.get_running_loop().call_later(_SLOW_SCORING_S, self._go_on)
         results = await self._queue.score([(group.prompt, trajectory) for trajectory in members])
         slow.cancel()
         scored = [result for result in results if isinstance(result, ScoredTrajectory)]
@@ -286,8 +283,8 @@ class Collector:
         scored = self._scorer.compare(scored, step=self._version + 1)
         return Group(group.prompt, tuple(scored), greedy)
 
-    def _places_are_free(self) -> None:
-        """Groups are complete whose scoring takes long: the engines work on others meanwhile."""
+    def _go_on(self) -> None:
+        """Groups were found, or places at engines are free."""
         self._changed.set()
         self._ask_ahead()
 
@@ -353,7 +350,9 @@ class Collector:
             if self._schedule == "synchronous":
                 sampler, next_request_id, found, waiting = begun.sampler, begun.next_request_id, begun.found, []
             else:
-                counted = map(_asked_again, self._counted) if self._is_given_back else self._counted
+                counted = self._counted
+                if self._is_given_back:  # Those that were scored, as they were when they were opened.
+                    counted = [OpenGroup(g.prompt, g.requests) if isinstance(g.result, Group) else g for g in counted]
                 found = [*counted, *found]
                 sampler |= {name: begun.sampler[name] for name in ("pending",) if name in sampler}  # Their outcomes.
         numbers = {"cursor": sampler, "next_request_id": next_request_id, "made_with": self._made_with}
@@ -383,7 +382,15 @@ class Collector:
         size = self._config.batch.group_size + self._has_greedy
         self._open = {group.id: group for group in waiting if len(group.requests) == size}
         self._num_running = sum(not group.is_complete for group in self._open.values())
-        warn_of_left_out(num_saved, len(self.buffer) + len(self._found) + len(self._open))
+        num_kept = len(self.buffer) + len(self._found) + len(self._open)
+        if num_kept < num_saved:
+            logger.warning(
+                "%d of the %d groups that the checkpoint holds or waits for are left out: they were sampled or scored "
+                "with other settings than those given now, have another size, are too long or do not pass the filter. "
+                "Their prompts have had their turn",
+                num_saved - num_kept,
+                num_saved,
+            )
         if records and self._schedule == "synchronous":
             raise InputError(
                 f"the checkpoint has {len(records)} groups in flight, which only rollout.schedule=partial or "
@@ -452,11 +459,6 @@ class Collector:
         )
 
 
-def _asked_again(group: OpenGroup) -> OpenGroup:
-    """The group as it was when it was opened, if it was scored."""
-    return OpenGroup(group.prompt, group.requests) if isinstance(group.result, Group) else group
-
-
 def _ids(held: Iterable[Group], *others: Iterable[OpenGroup]) -> list[int]:
     """The first request of every group."""
     return [*(group.id for group in held), *(group.id for groups in others for group in groups)]
@@ -467,10 +469,8 @@ def _packed(
 ) -> tuple[dict[str, Any], Arrays]:
     records, held_arrays = pack_groups(held, "buffer")
     in_flight, in_flight_arrays = pack_open(waiting)
-    values, arrays = (
-        {**values, "buffer": records, "in_flight": in_flight},
-        {**held_arrays, **in_flight_arrays, **arrays},
-    )
+    values = {**values, "buffer": records, "in_flight": in_flight}
+    arrays = {**held_arrays, **in_flight_arrays, **arrays}
     if fed:
         values["fed"], fed_arrays = pack_groups(fed, "fed")
         arrays |= fed_arrays

@@ -97,11 +97,9 @@ def pack_open(groups: Sequence[OpenGroup]) -> tuple[list[Record], Arrays]:
     begun = [each.begun for group in groups for each in group.progress.values() if each.begun]
     packed_begun, begun_arrays = pack_trajectories([each.trajectory for each in begun], "begun")
     trajectories = iter(packed)
-    others = iter(
-        [
-            {**record, "observations": list(each.observations), "snapshot": each.snapshot}
-            for record, each in zip(packed_begun, begun, strict=True)
-        ]
+    others = (
+        {**record, "observations": list(each.observations), "snapshot": each.snapshot}
+        for record, each in zip(packed_begun, begun, strict=True)
     )
     records = [
         {

@@ -68,10 +68,8 @@ class ResponseScorer:
         texts = self._decode([trajectory.sampled_ids for _, trajectory in asked])
         records = [record_of(*pair, text) for pair, text in zip(asked, texts, strict=True)]
         results: Results = []
-        failures = []
         for (_, trajectory), text, score in zip(asked, texts, self._reward.score(records), strict=True):
             if isinstance(score, ScoringFailure):
-                failures.append(score)
                 results.append(score)
                 continue
             if score.outcome:
@@ -87,16 +85,14 @@ class ResponseScorer:
                     parts=score.parts,
                 )
             )
-        self._count(len(asked), failures)
+        self._count(len(asked), [result for result in results if isinstance(result, ScoringFailure)])
         return results
 
     def compare(self, members: Sequence[ScoredTrajectory], step: int) -> list[ScoredTrajectory]:
         """The responses of one group, with what depends on the others added to their rewards: the length reward, as it
         counts in this step."""
-        weight = self._comparison.weight_at(step) if self._comparison else 0.0
-        if not weight:
+        if not self._comparison or not (weight := self._comparison.weight_at(step)):
             return list(members)
-        assert self._comparison
         verdicts = verdicts_of(members)
         if len(verdicts) < len(members):
             raise InputError(

@@ -106,20 +106,15 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> 
     for bucket, group in weights.buckets:
         if bucket.lengths:
             chunks = ArrivingWeights(group, updater.device, bucket, weights.window_bytes, _trace(updater))
-            success, message = _load_chunks(load, updater, chunks)
+            success, message = load(updater, chunks)
+            if not success and not chunks.is_broken:
+                # The loader may not accept traced tensors: it gets plain ones when they are sent again.
+                _trace(updater).close()
+            chunks.drain()
         else:
             success, message = _load_changes(load, updater, ChangedWeights(group, updater.device, bucket.specs))
         if not success:
             break
-    return success, message
-
-
-def _load_chunks(load: Callable[..., tuple[bool, str]], updater: Any, weights: ArrivingWeights) -> tuple[bool, str]:
-    success, message = load(updater, weights)
-    if not success and not weights.is_broken:
-        # The loader may not accept traced tensors: it gets plain ones when the trainer sends the weights again.
-        _trace(updater).close()
-    weights.drain()
     return success, message
 
 

@@ -33,9 +33,8 @@ class SimulatedDivision:
 def simulate_divisions(divisions: Sequence[Division], config: RunConfig, assumed: Assumed) -> list[SimulatedDivision]:
     """The best of `divisions` by plan, simulated, fastest first: two in turns, synchronous, and the four split ones
     whose slower side is fastest, asynchronous."""
-    in_turns = [division for division in divisions if division.plan.engine.is_colocated]
+    in_turns = sorted((d for d in divisions if d.plan.engine.is_colocated), key=lambda d: d.seconds)
     split = [division for division in divisions if not division.plan.engine.is_colocated]
-    in_turns.sort(key=lambda division: division.seconds)
     split.sort(key=lambda division: slower_side_s(division, assumed))
     staleness = config.algorithm.max_staleness
     chosen = [(division, ("synchronous", staleness)) for division in in_turns[:_NUM_IN_TURNS]]

@@ -59,7 +59,16 @@ def compare_samples(
             (r, np.exp(_updated(r) - r.trainer_logprobs), np.exp(new[1][0] - new[0][0])) for r, new in updated
         ),
     }
-    found = [_of_tokens(name, list(values), tolerance) for name, values in quantities.items()]
+    found = []
+    for name, of_samples in quantities.items():
+        values = list(of_samples)
+        triples = [
+            (f"response {sample.request_id}, token {t + 1}", float(old[t]), float(new[t]))
+            for sample, old, new in values
+            for t in np.flatnonzero(~((old == new) | (np.isnan(old) & np.isnan(new)))).tolist()  # Those not the same.
+        ]
+        number = sum(len(old) for _, old, _ in values)
+        found.append(_difference(name, triples, tolerance, num_values=number))
     # Recorded as computed, in float64, and trained on in float32.
     advantages = [
         (
@@ -75,16 +84,6 @@ def compare_samples(
 def _updated(sample: RecordedSample) -> Floats:
     assert sample.update_logprobs is not None
     return sample.update_logprobs
-
-
-def _of_tokens(name: str, values: Sequence[tuple[RecordedSample, Floats, Floats]], tolerance: float) -> Difference:
-    triples = [
-        (f"response {sample.request_id}, token {t + 1}", float(old[t]), float(new[t]))
-        for sample, old, new in values
-        for t in np.flatnonzero(~((old == new) | (np.isnan(old) & np.isnan(new)))).tolist()  # Those not the same.
-    ]
-    number = sum(len(old) for _, old, _ in values)
-    return _difference(name, triples, tolerance, num_values=number)
 
 
 def _difference(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.objectives import TokenBatch
@@ -31,7 +30,12 @@ class StepCounts:
         if processes.counts_outputs and micros:
             values = torch.cat([micro.advantages[micro.in_loss] for micro in micros]).double().cpu()
             advantages = values[values.isfinite()]
-        low, high = _common_range(advantages, processes)
+        ends = torch.full((2,), -math.inf, dtype=torch.float64)
+        if len(advantages):
+            ends = torch.stack([-advantages.min(), advantages.max()])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=processes.control)
+        lowest, highest = (-ends[0]).item(), ends[1].item()
+        low, high = bin_range(lowest, highest) if highest >= lowest else (0.0, 1.0)
         bins = ((advantages - low) / (high - low) * NUM_BINS).clamp(0, NUM_BINS - 1).long()
         own = [torch.bincount(bins, minlength=NUM_BINS), self.ratios.counts(), self.importance_weights.counts()]
         counts = torch.cat(own)
@@ -45,13 +49,3 @@ class StepCounts:
             "mismatch/importance_weight": Histogram(0.0, HIGHEST, of_weights),
         }
         return {name: histogram for name, histogram in found.items() if histogram.total}
-
-
-def _common_range(values: Tensor, processes: Processes) -> tuple[float, float]:
-    """The range of bins for the values of all ranks. Collective."""
-    ends = torch.full((2,), -math.inf, dtype=torch.float64)
-    if len(values):
-        ends = torch.stack([-values.min(), values.max()])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=processes.control)
-    lowest, highest = (-ends[0]).item(), ends[1].item()
-    return bin_range(lowest, highest) if highest >= lowest else (0.0, 1.0)

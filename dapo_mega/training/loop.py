@@ -11,16 +11,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from dapo_mega.algorithms.entropy_control import EntropyControl
 from dapo_mega.batching.plan import PackingStats
 from dapo_mega.batching.samples import samples_of_groups, samples_to_score
+from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.store import EVALUATION_UNDER_WAY, LoopState
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import FleetError, InputError, StarvedError, at_step
 from dapo_mega.megatron.mismatch import mismatch_warning, starvation_cause
 from dapo_mega.metrics import Histogram
+from dapo_mega.metrics.timeline.file import TimelineWriter
 from dapo_mega.training.build import Learnt, TrainingRun
 from dapo_mega.training.evaluating import (
     begin_beside,
@@ -31,8 +34,8 @@ from dapo_mega.training.evaluating import (
 )
 from dapo_mega.training.lifecycle import Saving, refuse_other_data
 from dapo_mega.training.recording import open_recorder, record_evaluation, record_starved_step, record_step
-from dapo_mega.training.recovery import forget_saved, score_groups, with_trainer
-from dapo_mega.training.run_records import open_timeline, open_writer
+from dapo_mega.training.recovery import score_groups, with_trainer
+from dapo_mega.training.run_records import open_writer
 from dapo_mega.training.trainer import Measured, Updated
 from dapo_mega.types import Group
 
@@ -126,7 +129,7 @@ def open_records(run: TrainingRun) -> None:
     if run.writer is None:
         num_recorded = run.step + (run.unrecorded is None) if run.step else 0  # Step 0 included.
         run.writer = open_writer(run.config, num_recorded, run.preview)
-        run.timeline = open_timeline(run.config, num_recorded)
+        run.timeline = TimelineWriter(Path(run.config.output_dir), num_recorded, is_on=run.config.tracking.timeline)
     if run.recorder is None:
         run.recorder = open_recorder(run.config, run.tokenizer, run.step)
 
@@ -155,7 +158,8 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
     run.is_intact = False
     with run.timers.stage("checkpoint"):
         with_trainer(run, lambda: saving(run).after_step(run.step))
-    forget_saved(run)
+    if run.learnt and (newest := run.trainer.store.latest()):  # What is in a complete one need not be learnt again.
+        run.learnt = [learnt for learnt in run.learnt if learnt.step > step_of(newest)]
 
 
 def send_weights(run: TrainingRun) -> Metrics:

@@ -31,7 +31,8 @@ _STOP = "stop"
 
 class Peers:
     """The other processes of a run. `failed(message, status)` is called, once and in a thread of its own, when one of
-    them has failed, or when a machine has given no sign of life for `silence_limit_s`; `stop` when one was told to."""
+    them has failed, or when a machine has given no sign of life for `silence_limit_s`; `stop` when one was told to.
+    `is_told_to_stop` is to be set where this one was: the others are told as soon as the store answers."""
 
     def __init__(self, silence_limit_s: float, failed: Callable[[str, int], None], stop: Callable[[], None]) -> None:
         """Raises `torch.distributed.DistError` if the store of MASTER_ADDR and MASTER_PORT does not answer."""
@@ -50,7 +51,7 @@ class Peers:
         self._machine = int(os.environ.get("GROUP_RANK", "0"))
         self._num_machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         self._signs: dict[int, tuple[int, float]] = {}
-        self._has_told_stop = self._is_told_to_stop = False
+        self._has_told_stop = self.is_told_to_stop = False
         self._is_silent = False
         self._closed = threading.Event()
         self._answered = time.monotonic()
@@ -60,10 +61,6 @@ class Peers:
     def close(self) -> None:
         """From now on the peers may end."""
         self._closed.set()
-
-    def tell_stop(self) -> None:
-        """Tell the others to stop, as soon as the store answers."""
-        self._is_told_to_stop = True
 
     def agree(self, reason: Reason) -> Reason:
         """Tell the others why this process exits, unless one was earlier; returns the reason of the first one, or
@@ -97,7 +94,7 @@ class Peers:
 
     def _exchange(self) -> None:
         failure = self._store.get(_FAILURE) if self._store.check([_FAILURE]) else None
-        if self._is_told_to_stop and not self._has_told_stop:
+        if self.is_told_to_stop and not self._has_told_stop:
             self._store.set(_STOP, "")
             self._has_told_stop = True
         if self._store.check([_STOP]):

@@ -137,7 +137,7 @@ class ProcessWatch:
             leave(_NOTHING_SAVED, EXIT_CONTINUE)
         self._set_stop()
         if self._peers is not None:
-            self._peers.tell_stop()
+            self._peers.is_told_to_stop = True
 
     def _set_stop(self) -> None:
         if not self._stop.is_set():

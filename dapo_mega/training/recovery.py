@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from dapo_mega.batching.samples import samples_of_groups
 from dapo_mega.batching.step_advantages import step_advantages
-from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.config import RunConfig
 from dapo_mega.errors import TrainerLost
 from dapo_mega.training.build import TrainingRun
@@ -41,12 +40,6 @@ def with_trainer(run: TrainingRun, work: Callable[[], T]) -> T:
             return work()
         except TrainerLost as lost:
             bring_back(run, lost)
-
-
-def forget_saved(run: TrainingRun) -> None:
-    """What is in a complete checkpoint need not be learnt again."""
-    if run.learnt and (newest := run.trainer.store.latest()):
-        run.learnt = [learnt for learnt in run.learnt if learnt.step > step_of(newest)]
 
 
 def bring_back(run: TrainingRun, lost: TrainerLost) -> None:

@@ -119,8 +119,7 @@ def load_replay_config(run_dir: Path, overrides: Sequence[str], recorded_world_s
     )
     chosen = any(override.startswith("parallel.") for override in overrides)
     if world_size_from_environment() != recorded_world_size and not chosen:
-        one = type(config.parallel)()
-        config = config.model_copy(update={"parallel": one})
+        return config.model_copy(update={"parallel": type(config.parallel)()})
     return config
 
 

@@ -74,8 +74,13 @@ def is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> b
     newest = store.latest()
     start_step = step_of(newest) if newest else 0
     is_exported = (folder / "hf" / "config.json").is_file()
-    is_complete = newest is not None and not _lacks_records(store, newest, folder)
+    is_complete = False
     if newest:
+        # It may have been stopped before it had recorded its last step, or an evaluation.
+        under_way = store.evaluation_under_way(newest)
+        is_complete = not store.has_unrecorded_step(newest) and (
+            under_way is None or is_recorded(config.output_dir, under_way)
+        )
         refuse_changes(config, folder, accepted=accept_changes)
     _refuse_lost_checkpoints(folder, newest)
     if start_step >= config.num_steps and is_complete and (is_exported or not config.checkpoint.save_hf_at_end):
@@ -87,12 +92,6 @@ def is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> b
             status.finished()
         return True
     return False
-
-
-def _lacks_records(store: CheckpointStore, newest: Path, folder: Path) -> bool:
-    """Whether the run was stopped before it had recorded the step of its newest checkpoint, or an evaluation."""
-    under_way = store.evaluation_under_way(newest)
-    return store.has_unrecorded_step(newest) or (under_way is not None and not is_recorded(str(folder), under_way))
 
 
 def _refuse_lost_checkpoints(folder: Path, newest: Path | None) -> None:

@@ -14,7 +14,6 @@ from dapo_mega.config import TrainingConfig, dump_config
 from dapo_mega.config.base import flat
 from dapo_mega.metrics import MetricsWriter, RunDescription
 from dapo_mega.metrics.run_text import package_versions, without_credentials
-from dapo_mega.metrics.timeline.file import TimelineWriter
 from dapo_mega.metrics.trackers import BackgroundTracker, LastStep, TrackedRun, run_id_in
 from dapo_mega.preparation.card import CardReference, verified_card
 from dapo_mega.training.resume import CODE_FILE, CONFIG_FILE, code_hashes, is_free, saved_config
@@ -24,11 +23,6 @@ def open_writer(config: TrainingConfig, first_step: int = 0, preview: str = "") 
     """The metrics writer from `first_step` on; `preview` shows prompts."""
     run = run_description(config, preview)
     return MetricsWriter(Path(config.output_dir), first_step, run, open_trackers(config, run, is_new=first_step == 0))
-
-
-def open_timeline(config: TrainingConfig, first_step: int) -> TimelineWriter:
-    """What records the timeline from `first_step` on, if it is to be recorded."""
-    return TimelineWriter(Path(config.output_dir), first_step, is_on=config.tracking.timeline)
 
 
 def open_trackers(config: TrainingConfig, run: RunDescription, *, is_new: bool) -> list[BackgroundTracker]:

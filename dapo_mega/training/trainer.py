@@ -32,9 +32,9 @@ from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import split
 from dapo_mega.errors import StopRequested
 from dapo_mega.megatron.covariance import choose_tokens
-from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, TokenScores, WithoutAdapters
+from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, WithoutAdapters
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch
-from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, needs_whole_trajectories
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenScores, needs_whole_trajectories
 from dapo_mega.megatron.token_advantages import (
     advantages_from_values,
     normalized,
@@ -342,11 +342,9 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
             self.step += 1
             return Updated({**measured.metrics, **metrics}, measured, [metrics], self._histograms())
         if traced:
-            batches_and_logprobs = [(b.micro_batch, b.old_logprobs) for mini in scored.mini_batches for b in mini]
-            self._trace = _Trace(
-                [micro for micro, _ in batches_and_logprobs],
-                [old for _, old in batches_and_logprobs if old is not None],
-            )
+            together = [batch for mini in scored.mini_batches for batch in mini]
+            start_logprobs = [batch.old_logprobs for batch in together if batch.old_logprobs is not None]
+            self._trace = _Trace([batch.micro_batch for batch in together], start_logprobs)
         updates: list[Metrics] = []
         trains_policy = not config.uses_critic or self.step >= config.critic.pretraining_steps
         for epoch in range(config.batch.epochs):

@@ -56,7 +56,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
 )
 from dapo_mega.types import WeightBucket, WeightSource, WeightSpec
 from dapo_mega.weight_sync.encodings import Encodings
-from dapo_mega.weight_sync.engine_groups import EngineGroup, backend_name, join_group
+from dapo_mega.weight_sync.engine_groups import EngineGroup, join_group
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.progress import LateEngines, UpdateNews
 from dapo_mega.weight_sync.update import (
@@ -110,11 +110,10 @@ class BroadcastTransport(Transport):
     def routes(self, number: int, targets: Sequence[SyncTarget], outdated: Collection[str]) -> tuple[EngineRoute, ...]:
         """See `Transport`. Engines without a route yet are spread over the replicas, and join new groups."""
         self._news = UpdateNews(self._store, number)
-        present = {target.url for target in targets}
-        if not present.issubset(outdated):
-            # An engine that an update leaves out must join again before it gets weights.
-            self._forget(self._routes.keys() - present)
-        self._forget(outdated)
+        present, gone = {target.url for target in targets}, set(outdated)
+        if not present <= gone:  # An engine that an update leaves out must join again before it gets weights.
+            gone |= self._routes.keys() - present
+        self._routes = {url: route for url, route in self._routes.items() if url not in gone}
         numbers = Counter(dict.fromkeys(range(len(self._places.replicas)), 0))
         numbers.update(route.replica for route in self._routes.values())
         turns: Counter[int] = Counter()
@@ -217,11 +216,6 @@ class BroadcastTransport(Transport):
         with contextlib.suppress(dist.DistError, OSError):  # Without a trainer nobody needs to know.
             self._news.add_failed(url)
 
-    def _forget(self, urls: Iterable[str]) -> None:
-        """The engines must join again."""
-        for url in urls:
-            self._routes.pop(url, None)
-
 
 class BroadcastSender(WeightSender):
     """Gathers, encodes and broadcasts this process's part of the weights; calls no engine. With NCCL on GPUs and gloo
@@ -246,7 +240,7 @@ class BroadcastSender(WeightSender):
         self.places = SenderPlaces(
             tuple(listening),
             tuple(tuple(processes.of_replica(replica)) for replica in range(processes.data_size)),
-            backend_name(processes.device),
+            "nccl" if processes.device.type == "cuda" else "gloo",
         )
         self._ranks = processes.of_replica(processes.data_rank)
         self._number = self._ranks.index(processes.rank)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.weight_sync.update import Sent, Transport, Update, UpdateCalls
 
 if TYPE_CHECKING:
@@ -24,14 +23,10 @@ class DiskTransport(Transport):
         self._folder = folder.absolute()
 
     def bring(self, update: Update, calls: UpdateCalls, forgotten: Sequence[str]) -> Sent:
-        """See `Transport`. Raises InputError when writing fails."""
+        """Raises InputError when writing fails."""
         path = self._folder / f"version_{update.version:08d}"
         self._trainer.export(path)
-
-        async def load(client: EngineClient) -> None:
-            await client.update_weights_from_disk(str(path), update.label, update.flush_cache)
-
-        calls.call(load)
+        calls.call(lambda client: client.update_weights_from_disk(str(path), update.label, update.flush_cache))
         for older in self._folder.glob("version_*"):
             if older != path:
                 shutil.rmtree(older, ignore_errors=True)  # An engine may still read it.

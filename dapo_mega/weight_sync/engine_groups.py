@@ -24,10 +24,6 @@ class EngineGroup(Protocol):
     def abort(self) -> None: ...
 
 
-def backend_name(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
 def join_group(
     store: dist.Store, name: str, size: int, device: torch.device, address: str, timeout_s: float, rank: int = 0
 ) -> EngineGroup:

@@ -140,13 +140,12 @@ class FleetWeightSync(WeightSync):
         """Record the engines that agree as up to date. Returns the errors of the others by URL."""
         fleet, tokens, tolerance = self._fleet, agreement.tokens, agreement.tolerance
         versions = VersionRange(self._run, update.version, update.version)
-
-        async def score(client: EngineClient) -> LogProbs:
-            return await engine_logprobs(client, tokens, versions, _SCORING_TIMEOUT_S)
-
         failures: dict[str, str] = {}
         timeout_s = min(self._timeout_s, _SCORING_TIMEOUT_S)
-        for url, scores in fleet.start_call(joined, score, timeout_s).result().items():
+        scoring = fleet.start_call(
+            joined, lambda client: engine_logprobs(client, tokens, versions, _SCORING_TIMEOUT_S), timeout_s
+        )
+        for url, scores in scoring.result().items():
             if isinstance(scores, EngineError):
                 failures[url] = f"it did not score a sequence with its new weights: {scores.reason}"
                 fleet.failed(url, failures[url])

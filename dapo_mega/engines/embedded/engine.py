@@ -38,8 +38,6 @@ class EmbeddedEngine:
         """The architecture of `config` (a Hugging Face folder or configuration object), without weights until
         `load_weights`: `weight_version` is -1 before the first and after a failed one. At most `max_batch_rows`
         responses are decoded at once. `check_stop` is called before every token and may raise StopRequested."""
-        if max_batch_rows < 1:
-            raise ValueError(f"max_batch_rows={max_batch_rows}; use 1 or more")
         if isinstance(config, str | Path):
             config = AutoConfig.from_pretrained(config)
         layer_types = set(config.get_text_config().to_dict().get("layer_types") or ())

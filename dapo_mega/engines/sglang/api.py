@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
-from dapo_mega.types import FinishReason, GenerationRequest, LogProbs, Response, TokenIds
+from dapo_mega.types import FinishReason, GenerationRequest, LogProbs, Response, TokenIds, extend_spans
 
 Fault = Literal["malformed", "token_count", "vocabulary", "logprobs", "version"]
 """What is wrong with an answer: its form, its number of tokens, ids outside of the vocabulary, log-probs that are
@@ -132,25 +132,20 @@ def joined(request_id: int, parts: Sequence[Completion]) -> Response:
     """Join parts that continue each other to one response; the last part must be complete."""
     finish = parts[-1].finish
     assert finish != "abort"
-    ends: list[tuple[int, int]] = []
+    versions: list[tuple[int, int]] = []
     engines: list[tuple[str, int]] = []
-    offset = 0
+    start = 0
     for part in parts:
-        for version, end in part.version_spans:
-            if ends and ends[-1][0] == version:
-                ends.pop()
-            ends.append((version, offset + end))
-        offset += len(part.token_ids)
-        if engines and engines[-1][0] == part.url:
-            engines.pop()
-        engines.append((part.url, offset))
+        extend_spans(versions, part.version_spans, start)
+        extend_spans(engines, [(part.url, len(part.token_ids))], start)
+        start += len(part.token_ids)
     return Response(
         request_id=request_id,
         token_ids=tokens_of(parts),
         logprobs=parts[0].logprobs if len(parts) == 1 else np.concatenate([part.logprobs for part in parts]),
         finish_reason=finish,
-        weight_version=min(version for version, _ in ends),
-        version_spans=tuple(ends) if len(ends) > 1 else (),
+        weight_version=min(version for version, _ in versions),
+        version_spans=tuple(versions) if len(versions) > 1 else (),
         engine_spans=tuple(engines) if any(url for url, _ in engines) else (),
     )
 

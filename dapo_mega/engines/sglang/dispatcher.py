@@ -34,8 +34,7 @@ from dapo_mega.engines.sglang.api import (
     unfit,
 )
 from dapo_mega.engines.sglang.engine_client import CallFault, EngineClient, EngineError
-from dapo_mega.engines.sglang.engine_load import EngineLoad, load_metrics
-from dapo_mega.engines.sglang.prefix_routing import EngineRouter, EngineSlot
+from dapo_mega.engines.sglang.prefix_routing import EngineRouter, EngineSlot, load_metrics
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.metrics.timeline import Load, LoadHistory
 from dapo_mega.metrics.timeline.load import segments_each
@@ -140,7 +139,8 @@ class Dispatcher:
         assert client.url not in self._slots
         now = self._loop.time()
         history = self._histories.setdefault(client.url, LoadHistory(now))
-        self._slots[client.url] = EngineSlot(client, version, EngineLoad(now), history)
+        slot = self._slots[client.url] = EngineSlot(client, version, history)
+        slot.pop_load(now)
         self.newest_version = max(self.newest_version, version)
         self._start_calls()
 
@@ -230,7 +230,7 @@ class Dispatcher:
         reported, self._reported = self._reported, self.counts.copy()
         return {
             **{f"rollout/{name}": float(self.counts[name] - reported[name]) for name in _COUNTED},
-            **load_metrics((slot.load for slot in self._slots.values()), self._loop.time()),
+            **load_metrics(self._slots.values(), self._loop.time()),
             "rollout/requests_in_flight": float(len(self._calls)),
             "rollout/requests_waiting": float(len(self.open) - len(self._calls)),
             "rollout/requests_open": float(len(self.open)),

@@ -53,14 +53,18 @@ class LoopThread:
             future.cancel()
             raise
 
+    def call(self, function: Callable[[], T], timeout_s: float | None = None) -> T:
+        """What the function returns, called in the second thread between the steps of all tasks."""
+
+        async def called() -> T:
+            return function()
+
+        return self.run(called(), timeout_s)
+
     def drive(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None]) -> T:
         """Run the coroutine to its end, and call `meanwhile` in this thread at least every `_MEANWHILE_S`. What that
         raises cancels the coroutine, and is raised when it has ended."""
-
-        async def started() -> asyncio.Task[T]:
-            return asyncio.create_task(work)
-
-        task = self.run(started())
+        task = self.call(lambda: asyncio.create_task(work))
         ended = self.start(asyncio.wait([task]))
         try:
             while not ended.done():

@@ -75,11 +75,7 @@ class FleetClient(RolloutFleet):
         self._fleet = config.rollout.fleet
         self._registry = EngineRegistry(self._fleet.rendezvous, api_key) if self._fleet.rendezvous else None
         self._thread = LoopThread("rollout-fleet")
-
-        async def found() -> Membership:
-            return Membership(config, vocab_size, api_key, self._registry, run, arch)
-
-        self._membership = self._thread.run(found())
+        self._membership = self._thread.call(lambda: Membership(config, vocab_size, api_key, self._registry, run, arch))
         self._members = self._membership.members
         self._dispatcher = self._membership.dispatcher
         self._monitor = self._membership.monitor
@@ -120,18 +116,11 @@ class FleetClient(RolloutFleet):
         return self._thread.start(work)
 
     def call(self, function: Callable[[], T]) -> T:
-        async def called() -> T:
-            return function()
-
-        return self._thread.run(called(), _CALL_TIMEOUT_S)
+        return self._thread.call(function, _CALL_TIMEOUT_S)
 
     def has_outdated(self) -> bool:
         """Whether engines wait for the current weights."""
         return bool(self._membership.in_state("outdated"))
-
-    def has_absent(self) -> bool:
-        """Whether engines that are not refused do not serve yet."""
-        return bool(self._membership.in_state("joining", "outdated", "away"))
 
     def pop_metrics(self) -> dict[str, float]:
         return self.call(self._pop_metrics)
@@ -258,7 +247,7 @@ class FleetClient(RolloutFleet):
             await self._monitor.suspend(url)
         await self._wake(present, frozenset({"weights"}))
         for url in present:
-            self._membership.begin_update(url)
+            self._members[url].update_began_at = self._members[url].changes
         return present
 
     def _present(self, urls: Sequence[str], *states: State) -> list[str]:

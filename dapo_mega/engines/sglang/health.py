@@ -48,7 +48,8 @@ _NUM_LATENCIES = 3
 @dataclass(eq=False)
 class Watch:
     """The probes of an engine, and the latest verdict on it: its `state` since `changed`. `last_answer` is the time of
-    its last answer, or of the first probe. `restarts` counts new processes behind its URL."""
+    its last answer, or of the first probe. `restarts` counts new processes behind its URL. When `wanted` is set, it is
+    probed at once, without waiting for the next heartbeat."""
 
     client: EngineClient
     last_answer: float
@@ -122,10 +123,6 @@ class HealthMonitor:
         watch.last_answer = time.monotonic()
         watch.failed_connections = 0
         watch.probed.set()
-
-    def check_now(self, url: str) -> None:
-        """Probe the engine now, without waiting for the next heartbeat; for a request whose connection failed."""
-        self.watches[url].wanted.set()
 
     def metrics(self) -> dict[str, float]:
         """The number of healthy engines, the slowest engine's probe, and how many times the median probe it takes."""

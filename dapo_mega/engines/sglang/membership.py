@@ -135,7 +135,7 @@ class Membership:
             requests_per_engine=self._fleet.requests_per_engine,
             request_timeout_s=self._fleet.request_timeout_s,
             max_attempts=self._config.rollout.max_attempts,
-            on_trouble=lambda url: self.monitor.check_now(url),
+            on_trouble=lambda url: self.monitor.watches[url].wanted.set(),
             on_wrong_weights=self._answered_with_wrong_weights,
             run=self._run,
             seed=self._config.seed,
@@ -196,11 +196,6 @@ class Membership:
             return
         member.state, member.version, member.failed_updates = "serving", version, 0
         member.foreign, member.disagreed = None, False
-
-    def begin_update(self, url: str) -> None:
-        """Record that an update of the engine begins; `synced`, `failed` or `disagrees` ends it."""
-        member = self.members[url]
-        member.update_began_at = member.changes
 
     def disagrees(self, url: str, reason: str) -> None:
         """Remove an updated engine whose log-probs are not the trainer's, and refuse it the second time. The first time

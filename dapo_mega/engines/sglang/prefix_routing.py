@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dapo_mega.engines.sglang.engine_client import EngineClient
-from dapo_mega.engines.sglang.engine_load import EngineLoad
 from dapo_mega.metrics.timeline import LoadHistory
 
 _FAILURES_BEFORE_PAUSE = 3
@@ -21,13 +20,13 @@ class EngineSlot:
 
     client: EngineClient
     version: int
-    load: EngineLoad
     history: LoadHistory
     url: str = field(init=False)
     in_flight: int = 0
     paused_until: float = 0.0
     _failures_in_row: int = 0
     _pauses_in_row: int = 0
+    _counted: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
         self.url = self.client.url
@@ -35,8 +34,14 @@ class EngineSlot:
     def change_calls(self, by: int, now: float) -> None:
         """Calls begin or end."""
         self.in_flight += by
-        self.load.change(self.in_flight, now)
         self.history.change(now, by)
+
+    def pop_load(self, now: float) -> tuple[float, float, float]:
+        """Since the last call: the seconds in use, those of them with any call, and the sum of the calls' seconds."""
+        self.history.change(now, 0)
+        before, self._counted = self._counted, (now, self.history.busy_s, self.history.open_s)
+        in_use_s, busy_s, open_s = (new - old for new, old in zip(self._counted, before, strict=True))
+        return in_use_s, busy_s, open_s
 
     def succeeded(self) -> None:
         """A call was answered: what failed before no longer counts."""
@@ -52,6 +57,16 @@ class EngineSlot:
         self._pauses_in_row += 1
         self.paused_until = now + pause
         return pause
+
+
+def load_metrics(engines: Iterable[EngineSlot], now: float) -> dict[str, float]:
+    """Of the engines' time since the last call: the share in which they were idle, and the mean number of calls of an
+    engine in the rest. Without engines there are none, without any call there is no mean."""
+    total, busy, in_calls = map(sum, zip((0.0,) * 3, *(engine.pop_load(now) for engine in engines), strict=True))
+    metrics = {"fleet/idle_share": max(1 - busy / total, 0.0)} if total else {}
+    if busy:
+        metrics["fleet/requests_at_work"] = in_calls / busy
+    return metrics
 
 
 class EngineRouter:

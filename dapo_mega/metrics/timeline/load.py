@@ -14,7 +14,8 @@ def segments_each(num_histories: int) -> int:
 
 
 class LoadHistory:
-    """Counts what is open. All times are seconds of one clock and must not fall.
+    """Counts what is open. All times are seconds of one clock and must not fall. `busy_s` is how long any was open
+    since the beginning, and `open_s` how long all were together.
 
     A segment is a time with a constant number, or where there are too many, with its mean: then the shortest
     neighbours are put together, so long phases keep their edges. No time is lost and the mean stays exact.
@@ -22,6 +23,7 @@ class LoadHistory:
 
     def __init__(self, now: float) -> None:
         self.num_open = 0
+        self.busy_s = self.open_s = 0.0
         self._since = now
         self._segments: list[Load] = []
         self._resolution = 0.0
@@ -41,6 +43,8 @@ class LoadHistory:
         if now <= self._since:
             return
         _append(self._segments, Load(self._since, now, float(self.num_open)), self._resolution)
+        self.busy_s += (now - self._since) * bool(self.num_open)
+        self.open_s += (now - self._since) * self.num_open
         self._since = now
         if len(self._segments) > _MOST_HELD:
             self._segments, self._resolution = _shortened(self._segments, _MOST_HELD // 2)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dapo_mega.metrics.plotting import empty_figure, save_png
+from dapo_mega.metrics.plotting import empty_figure
 from dapo_mega.metrics.timeline.excerpt import Excerpt
 from dapo_mega.metrics.timeline.records import Load, Span
 
@@ -22,11 +21,6 @@ MAX_ENGINES = 32
 
 _STAGES = ("rollout", "pack", "score", "update", "samples", "weight_sync", "evaluation", "checkpoint")
 _HEIGHT = 0.8
-
-
-def draw_timeline(excerpt: Excerpt, title: str, output: Path) -> None:
-    """Draw into the PNG file `output`, which is replaced as a whole or not touched."""
-    save_png(timeline_figure(excerpt, title), output)
 
 
 def timeline_figure(excerpt: Excerpt, title: str) -> Figure:

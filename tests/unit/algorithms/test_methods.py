@@ -15,7 +15,7 @@ from dapo_mega.algorithms.advantages import whitened
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import PRESETS, AlgorithmConfig, KlConfig, RunConfig
-from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenOutputs
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenScores
 
 REWARDS = [1.0, -1.0, 1.0, -1.0]
 GREEDY_REWARD = 1.0
@@ -64,7 +64,7 @@ def ours(algorithm, new, old, engine, advantages):
     logprobs = torch.cat(new).float().requires_grad_()
     batch = TokenBatch(micro, torch.cat(old).float())
     objective = PolicyGradient(algorithm.resolved(engine_differs=False))
-    term = objective.evaluate(TokenOutputs(logprobs, torch.zeros_like(logprobs)), batch)
+    term = objective.evaluate(TokenScores(logprobs, torch.zeros_like(logprobs)), batch)
     assert set(term.sums) == set(objective.sum_names)
     loss = term.total / term.denominator
     loss.backward()
@@ -209,7 +209,7 @@ def one_response(preset, ratios, advantage, **changes):
     )
     new = (old + torch.tensor(ratios).log()).requires_grad_()
     term = PolicyGradient(algorithm.resolved(engine_differs=False)).evaluate(
-        TokenOutputs(new, torch.zeros_like(new)), TokenBatch(micro, old)
+        TokenScores(new, torch.zeros_like(new)), TokenBatch(micro, old)
     )
     loss = term.total / term.denominator
     loss.backward()
@@ -267,7 +267,7 @@ def test_chosen_tokens_are_held_back():
         micro = pack(flatten([single_turn(np.arange(2), np.arange(3), advantage=2.0)]), max_response_tokens=8)
         batch = TokenBatch(micro, old, chosen=torch.tensor([False, True, True]))
         objective = PolicyGradient(settings_of(preset).resolved(engine_differs=False))
-        term = objective.evaluate(TokenOutputs(new, torch.zeros(3)), batch)
+        term = objective.evaluate(TokenScores(new, torch.zeros(3)), batch)
         term.total.backward()
         assert float(term.total.detach()) == pytest.approx(losses[preset], rel=1e-5), preset
         assert new.grad.tolist() == pytest.approx(expected, rel=1e-5), preset
@@ -294,7 +294,7 @@ def test_corrections_for_the_engine_weigh_tokens(changes, weights):
     micro = pack(flatten([single_turn(np.arange(2), np.arange(3), engine.numpy(), advantage=1.0)]),
                  max_response_tokens=8)  # fmt: skip
     term = PolicyGradient(algorithm.resolved(engine_differs=False)).evaluate(
-        TokenOutputs(old, torch.zeros(3)), TokenBatch(micro, old.detach())
+        TokenScores(old, torch.zeros(3)), TokenBatch(micro, old.detach())
     )
     term.total.backward()
     assert old.grad.tolist() == pytest.approx([-float(w) for w in weights], rel=1e-5)
@@ -317,7 +317,7 @@ def test_what_is_left_out_of_the_loss_need_not_be_a_number(preset):
         leaf = torch.full((5,), -1.1, requires_grad=True)
         new = leaf + left_out
         batch = TokenBatch(micro, left_out - 1.2, left_out - 1.3)
-        term = objective.evaluate(TokenOutputs(new, left_out + 1), batch)
+        term = objective.evaluate(TokenScores(new, left_out + 1), batch)
         term.total.backward()
         found.append((float(term.total.detach()), leaf.grad.tolist(), [float(s) for s in term.sums.values()]))
     assert found[1] == found[0]
@@ -365,7 +365,7 @@ def test_a_response_without_tokens_counts_nowhere(preset):
         micro = pack(flatten(samples), aggregation=algorithm.aggregation, max_response_tokens=MAX_RESPONSE_TOKENS)
         old = torch.full((sum(lengths),), math.log(0.5))
         term = PolicyGradient(algorithm.model_copy(update={"kl": KlConfig()})).evaluate(
-            TokenOutputs(old + 0.1, torch.zeros_like(old)), TokenBatch(micro, old)
+            TokenScores(old + 0.1, torch.zeros_like(old)), TokenBatch(micro, old)
         )
         return float(term.total), int(term.denominator)
 

@@ -17,7 +17,7 @@ import torch
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import AlgorithmConfig, RunConfig
-from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenOutputs
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenScores
 
 RATIOS = {"a": [1.0, 1.5], "b": [1.0, 0.5, 2.0], "c": [1.0]}
 REWARDS = [1.0, -1.0, -1.0]
@@ -55,7 +55,7 @@ def minibatch_loss(config: AlgorithmConfig, mask_truncated: bool, entropy: float
     batch = TokenBatch(micro_batch, old, reference)
     entropies = torch.full((len(ratios),), entropy)
     objective = PolicyGradient(config.resolved(engine_differs=False))
-    term = objective.evaluate(TokenOutputs(old + ratios.log(), entropies), batch)
+    term = objective.evaluate(TokenScores(old + ratios.log(), entropies), batch)
     assert set(term.sums) == set(objective.sum_names)
     return float(term.total) / int(term.denominator)
 

@@ -14,7 +14,7 @@ from dapo_mega.data.tokenizer import build_byte_tokenizer, decoder
 from dapo_mega.environments.dialogues import BareText, TemplateDialogue
 from dapo_mega.environments.endpoint import Wording
 from dapo_mega.environments.markup import ENDS
-from dapo_mega.environments.programs import make_programs
+from dapo_mega.environments.programs import Programs, SharedPrograms
 from dapo_mega.types import GenerationRequest, Prompt, Response, SamplingParams
 
 TEMPLATE = """{%- if tools %}[tools]{% for tool in tools %}{{ tool | tojson }}
@@ -52,7 +52,7 @@ def wording(is_chat=True):
 
 def programs(command="true", folder=".", is_chat=True, usual=1, **keys):
     own = ProgramEnvironment(command=command, folder=str(folder), **keys)
-    return make_programs(own, wording(is_chat), usual)
+    return Programs(own, SharedPrograms(own, wording(is_chat)), usual)
 
 
 def scripted(*texts):

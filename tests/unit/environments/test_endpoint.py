@@ -387,7 +387,7 @@ def test_a_session_is_found_by_its_key_alone(live):
 
 
 def test_tokens_go_on_or_begin_a_piece(live):
-    policy = live("one", "two", "three")
+    policy = live("one", "two", "three", "four")
     url = f"{policy.endpoint.url}/inference/v1/generate"
 
     def ask(ids, **more):
@@ -403,11 +403,13 @@ def test_tokens_go_on_or_begin_a_piece(live):
     said, reason = ask(ids)
     assert (said, reason) == ([*encode("one"), END], "stop")
     bridged = {"max_tokens": 2, "routed_experts_prompt_start": 7, "skip_special_tokens": False}  # As verifiers goes on.
-    assert ask([*ids, *said, *encode("more")], **bridged) == (encode("tw"), "length")
+    ids += [*said, *encode("more")]
+    assert ask(ids, **bridged) == (encode("tw"), "length")
+    ask([*ids, *encode("tw"), *encode("again")])  # Behind the second turn, not the first, which its ids begin with too.
     ask(encode("other"))
     found = policy.trajectory()
     assert [has_prompt for *_, has_prompt in found.pieces] == [True, False]
-    assert found.length == 4 + 2 + 6
+    assert found.length == 4 + 2 + 6 + 5
     for bad in ([], [1, -1], [1, 10**6], [True], ["1"]):
         assert post(url, policy.session.key, {"token_ids": bad})[0] == 400
 

@@ -334,7 +334,7 @@ def test_many_play_at_once_within_their_places(agent, tmp_path):
     assert [trajectory.id for trajectory in found] == list(range(50))
     is_open = [1 if entry[0] == "start" else -1 for entry in entries(tmp_path)]
     assert max(sum(is_open[: i + 1]) for i in range(100)) <= 9
-    assert environment._shared._free == 8
+    assert environment._shared.places._value == 8
 
 
 def test_embedded_engines_step_when_all_programs_wait_for_them(agent):

@@ -22,7 +22,7 @@ from dapo_mega.megatron.mismatch import (
     starvation_cause,
     sum_engine_ratios,
 )
-from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenOutputs
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenScores
 from dapo_mega.types import Prompt, Response, Trajectory, Turn
 
 
@@ -185,7 +185,7 @@ def test_a_masked_response_has_no_gradient_and_stays_in_the_denominator(is_score
         logprobs = old.clone().requires_grad_()
         settings = AlgorithmConfig(sequence_mask=mask, entropy_coefficient=0.1, kl={"coefficient": 0.3})
         tokens = TokenBatch(batch, old if is_scored_before else None, reference_logprobs=old + 0.2)
-        term = PolicyGradient(settings).evaluate(TokenOutputs(logprobs, torch.ones(4)), tokens)
+        term = PolicyGradient(settings).evaluate(TokenScores(logprobs, torch.ones(4)), tokens)
         term.total.backward()
         results[mask] = logprobs.grad, int(term.denominator)
     (plain, all_tokens), (masked, denominator) = results[None], results[(0.5, 2.0)]

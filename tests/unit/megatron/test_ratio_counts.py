@@ -7,7 +7,7 @@ import torch
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import AlgorithmConfig
-from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenOutputs
+from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenScores
 from dapo_mega.megatron.ratio_counts import HIGHEST, NUM_BINS, RatioCounts
 
 
@@ -35,7 +35,7 @@ def test_counting_changes_no_bit_of_loss_and_gradient():
     def evaluate(counts):
         logprobs = (old + 0.3 * torch.randn(num_tokens, generator=torch.Generator().manual_seed(1))).requires_grad_()
         objective = PolicyGradient(settings, ratios=counts)
-        term = objective.evaluate(TokenOutputs(logprobs, torch.zeros(num_tokens)), TokenBatch(micro, old))
+        term = objective.evaluate(TokenScores(logprobs, torch.zeros(num_tokens)), TokenBatch(micro, old))
         term.total.backward()
         return term, logprobs.grad
 

@@ -16,7 +16,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.metrics import read_metrics, tensorboard
 from dapo_mega.metrics.jsonl import drop_from_step, encode_line
 from dapo_mega.metrics.tensorboard import TensorBoardLog
-from dapo_mega.metrics.timeline.file import read_timeline
+from dapo_mega.metrics.timeline.file import TimelineWriter, read_timeline
 from dapo_mega.metrics.timeline.records import Span, StepTimeline
 from dapo_mega.metrics.trackers import LastStep, run_id_in
 from dapo_mega.samples.files import discard_after, file_of, stored_files, write_table
@@ -24,7 +24,7 @@ from dapo_mega.training import run_lock, run_records
 from dapo_mega.training.evaluation_beside import is_recorded
 from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_lock import RunLock, is_locked
-from dapo_mega.training.run_records import open_timeline, write_run_record
+from dapo_mega.training.run_records import write_run_record
 from dapo_mega.training.run_status import RunStatus
 
 STEPS = range(4)
@@ -40,7 +40,7 @@ def metrics(folder, config, steps):
 
 
 def timeline(folder, config, steps):
-    writer = open_timeline(config, steps[0])
+    writer = TimelineWriter(Path(config.output_dir), steps[0])
     for step in steps:
         writer.write(StepTimeline(step, 10.0 * step, 10.0 * step + 5, {"trainer": [Span("update", 1, 2)]}, [], {}))
     assert [record.step for record in read_timeline(folder / "timeline.jsonl")][-len(steps) :] == list(steps)

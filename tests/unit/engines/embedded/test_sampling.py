@@ -127,12 +127,6 @@ def test_logits_without_a_distribution_are_refused(bad: float, filters: dict[str
         sample_tokens(logits, grid(4), 1.0, **filters)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "value"), [("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -1)])
-def test_parameters_out_of_range_are_named(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=name):
-        sample_tokens(torch.zeros(1, 3), torch.zeros(1), **{"temperature": 1.0, name: value})  # type: ignore[arg-type]
-
-
 @given(seed=st.integers(0, 2**128 - 1), start=st.integers(0, 300), count=st.integers(1, 50), more=st.integers(0, 50))
 def test_any_part_of_a_stream_equals_that_part_of_the_whole(seed: int, start: int, count: int, more: int) -> None:
     whole = request_uniforms(seed, start + count + more)
@@ -149,5 +143,5 @@ def test_streams_are_uniform_and_differ_between_seeds(other: int) -> None:
 
 @pytest.mark.parametrize("seed", [-1, 2**128])
 def test_seeds_that_do_not_fit_the_key_are_refused(seed: int) -> None:
-    with pytest.raises(ValueError, match="seed"):
+    with pytest.raises(ValueError, match="key"):
         request_uniforms(seed, 1)

@@ -250,7 +250,7 @@ def test_trouble_is_looked_into_before_the_next_heartbeat():
             await engine.stop()
             await asyncio.sleep(0.3)
             assert len(changes) == 1
-            monitor.check_now(engine.url)
+            monitor.watches[engine.url].wanted.set()
             await until(lambda: len(changes) == 2)
             assert states(changes)[1] == ("healthy", "dead")
 
