@@ -57,7 +57,7 @@ def _formulas(values: tuple[int, ...], target: int | None = None) -> dict[_Fract
         return {(values[0], 1): {(str(values[0]), 2)}}
     found: dict[_Fraction, set[_Text]] = {}
     for chosen in {part for size in range(1, len(values)) for part in combinations(values, size)}:
-        lefts, rights = _formulas(chosen), _formulas(_without(values, chosen))
+        lefts, rights = _formulas(chosen), _formulas(tuple(sorted((Counter(values) - Counter(chosen)).elements())))
         for (a, b), (c, d) in product(lefts, rights):
             results = [("+", a * d + c * b, b * d), ("-", a * d - c * b, b * d), ("*", a * c, b * d)]
             for operator, top, bottom in [*results, ("/", a * d, b * c)] if c else results:
@@ -66,10 +66,6 @@ def _formulas(values: tuple[int, ...], target: int | None = None) -> dict[_Fract
                     texts = found.setdefault((top // divisor, bottom // divisor), set())
                     texts.update(_joined(operator, *pair) for pair in product(lefts[a, b], rights[c, d]))
     return found
-
-
-def _without(values: tuple[int, ...], chosen: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted((Counter(values) - Counter(chosen)).elements()))
 
 
 def _joined(operator: str, left: _Text, right: _Text) -> _Text:

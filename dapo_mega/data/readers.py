@@ -351,7 +351,11 @@ def _json_rows(path: Path, split: str) -> Iterator[Row]:
         raise InputError(f"{path}:{error.lineno} is not valid JSON ({error.msg}); correct the file") from error
     if not isinstance(content, Mapping):
         raise InputError(f"{path} holds a JSON {type(content).__name__}; expected a list of records")
-    lists = {key: value for key, value in content.items() if _is_records(value)}
+    lists = {
+        key: value
+        for key, value in content.items()
+        if isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+    }
     if split not in lists and len(lists) != 1:
         found = ", ".join(map(repr, lists)) or "none"
         raise InputError(f"{path} is one JSON object; its lists of records are {found}; set split to one of them")
@@ -405,10 +409,6 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise RepeatedFieldError(f"field {name!r} stands twice in one record", "", 0)
     return values
-
-
-def _is_records(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
 def _record(row: Row) -> Row:

@@ -35,14 +35,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Shapes by the names of tensors without `model.`, `layers.` and the numbers of layers and experts."""
 
 
-def _always(_: Architecture) -> bool:
-    return True
-
-
-def _no_shapes(_: Architecture) -> Shapes:
-    return {}
-
-
 @dataclass(frozen=True)
 class TensorRule:
     """One Megatron parameter and the Hugging Face tensors it is made of.
@@ -55,7 +47,7 @@ class TensorRule:
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
     layout: ShardRule
-    applies: Callable[[Architecture], bool] = _always
+    applies: Callable[[Architecture], bool] = lambda arch: True
     layers: Literal["all", "dense", "experts"] = "all"
 
     @property
@@ -114,7 +106,7 @@ class ModelFamily:
     """Whether layers on disk beyond num_hidden_layers are left out, as transformers does (multi-token prediction)."""
     has_token_classifier: bool = True
     """Whether transformers has a token classifier of the family, which value models are exported as."""
-    shapes: Callable[[Architecture], Shapes] = _no_shapes
+    shapes: Callable[[Architecture], Shapes] = lambda arch: {}
     """Shapes of the tensors whose names are the family's own."""
 
     def tensors(self, arch: Architecture, layers: range, first_stage: bool, last_stage: bool) -> Iterator[PlacedTensor]:
