@@ -120,7 +120,7 @@ def test_an_interrupted_conversion_continues_and_ends_bit_equal(tmp_path, monkey
     convert = getattr(conversion, command)
     convert(open_checkpoint(source), tmp_path / "at once", *arguments, SMALL)
 
-    writer = "_write_shard" if command == "to_hf" else "_write_run"
+    writer = "_write_shard" if command == "to_hf" else "write_blocks"
     original, written = getattr(conversion, writer), []
 
     def fails_at_the_third(*arguments):
