@@ -343,15 +343,9 @@ def _megatron_outputs(
     for file, blocks in sorted(by_file.items()):
         for part, run in enumerate(_split(blocks, lambda block: block.nbytes, shard_bytes)):
             here = {} if outputs else objects
-            write = partial(_write_run, run, here)
+            write = partial(write_blocks, run, here)
             outputs.append(OutputFile(f"__{file}_{part}.distcp", sum(block.nbytes for block in run), write))
     return outputs
-
-
-def _write_run(
-    blocks: Sequence[Block], objects: Mapping[str, bytes], file: Path, advance: Advance
-) -> list[dict[str, Any]]:
-    return write_blocks(file, blocks, objects, advance)
 
 
 def _check_common_dtypes(checkpoint: Checkpoint, entries: Mapping[PlacedTensor, Entry]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Self
 
 from dapo_mega.metrics.histogram import Histogram
 from dapo_mega.metrics.jsonl import drop_from_step, encode_line
-from dapo_mega.metrics.names import validate_metric_name
 from dapo_mega.metrics.run_text import EXAMPLES_TAG, Example, RunDescription, examples_as_markdown
 from dapo_mega.metrics.trackers import BackgroundTracker, Record, close_all
 
 logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9][A-Za-z0-9_.@-]*")
 
 
 class MetricsWriter:
@@ -115,3 +117,12 @@ class MetricsWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(is_finished=kind is None)
+
+
+def validate_metric_name(name: str) -> None:
+    """Check that `name` has the form `stage/name`; raises ValueError otherwise."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"metric name {name!r} does not have the form 'stage/name', such as 'policy/entropy': "
+            "a lower-case stage, one slash, then letters, digits and any of '_.@-'"
+        )

@@ -24,8 +24,7 @@ from dapo_mega.preparation.candidates import INVALID_REASONS, Candidate, Candida
 from dapo_mega.preparation.card import CARD, Card, FileRecord, SourceRecord, card_of, file_record, read_card
 from dapo_mega.preparation.contamination import EvaluationIndex, EvaluationProblem
 from dapo_mega.preparation.exact_duplicates import DistinctProblems
-from dapo_mega.preparation.filtering import Filters
-from dapo_mega.preparation.filters import integer_of
+from dapo_mega.preparation.filters import Filters, integer_of
 from dapo_mega.preparation.near_duplicates import NearDuplicates
 from dapo_mega.preparation.normalization import NormalText, normal_text
 from dapo_mega.preparation.output import DatasetWriter, DroppedFormat, check_folder, new_dataset

@@ -158,14 +158,8 @@ def prints_the_same(printed: str, expected: str, tolerance: float) -> bool:
     got, wanted = (text.strip().splitlines() for text in (printed, expected))
     if len(got) != len(wanted):
         return False
-    return all(
-        mine.strip() == theirs.strip() or _same_words(mine.split(), theirs.split(), tolerance)
-        for mine, theirs in zip(got, wanted, strict=True)
-    )
-
-
-def _same_words(got: Sequence[str], wanted: Sequence[str], tolerance: float) -> bool:
-    return all(mine == theirs or _same_number(mine, theirs, tolerance) for mine, theirs in zip_longest(got, wanted))
+    words = (pair for lines in zip(got, wanted, strict=True) for pair in zip_longest(*map(str.split, lines)))
+    return all(mine == theirs or _same_number(mine, theirs, tolerance) for mine, theirs in words)
 
 
 def _same_number(got: str | None, wanted: str | None, tolerance: float) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 from dapo_mega.rewards.budget import Budgeted
 from dapo_mega.rewards.records import Reward, RewardRecord, Score, ScoringFailure
@@ -62,7 +61,7 @@ class ComposedReward:
             by_component = [self.components[0].reward.score(records)]
         else:
             with ThreadPoolExecutor(len(self.components)) as threads:
-                by_component = list(threads.map(partial(_score, records), self.components))
+                by_component = list(threads.map(lambda each: each.reward.score(records), self.components))
         return [self._sum(scores) for scores in zip(*by_component, strict=True)]
 
     def _sum(self, scores: Sequence[Score | ScoringFailure]) -> ComposedScore | ScoringFailure:
@@ -90,7 +89,3 @@ class ComposedReward:
     def close(self) -> None:
         for component in self.components:
             component.reward.close()
-
-
-def _score(records: Sequence[RewardRecord], component: WeightedReward) -> list[Score | ScoringFailure]:
-    return component.reward.score(records)

@@ -159,7 +159,7 @@ class Endpoints:
                 try:
                     return await self._attempt(session, url, body)
                 except _AttemptFailed as failure:
-                    reason = self._clean(f"{_shown(url)}: {failure}")
+                    reason = self._clean(f"{url.partition('?')[0]}: {failure}")
                     if failure.is_final:
                         refused.add(url)
         times = f" (after {len(tried)} attempts)" if len(tried) > 1 else ""
@@ -260,7 +260,3 @@ def _with_path(url: str, path: str) -> str:
     head, question, query = url.partition("?")
     head = head.rstrip("/")
     return head + ("" if head.endswith(path) else path) + question + query
-
-
-def _shown(url: str) -> str:
-    return url.partition("?")[0]

@@ -81,8 +81,10 @@ class Grader:
                 return self._same_relation(a.text, b.text)
             case (Relation(), _):
                 return self._last_side(a, b)
+            case (Items() | Union(), Relation()):
+                return latex_equal(_latex(a), b.text) if self.algebra else None
             case (_, Relation()):
-                return self._same_set(a, b) if isinstance(a, Items | Union) else False
+                return False
             case (Named(), Items()) if b.is_list and (named := _by_name(a)):
                 return self._same_items(named, b)
             case (Items(), Named()) if a.is_list and (named := _by_name(b)):
@@ -136,9 +138,6 @@ class Grader:
 
     def _same_relation(self, a: str, b: str) -> bool | None:
         return relations_equal(a, b) if self.algebra else None
-
-    def _same_set(self, a: Node, b: Relation) -> bool | None:
-        return latex_equal(_latex(a), b.text) if self.algebra else None
 
     def _last_side(self, a: Relation, b: Node) -> bool | None:
         """Of `2 + 3 = 5`, a value is 5."""
@@ -256,7 +255,7 @@ class Grader:
         if b.named is not None:
             return self._same(a, b.named)
         if a.is_word or b.is_word:
-            return _same_words(a, b)
+            return _words(a) == _words(b) != ""
         ours, theirs = b.unit, a.unit
         if ours is not None and theirs is not None and ours.dimensions != theirs.dimensions:
             return False
@@ -369,10 +368,6 @@ def _united(union: Union) -> list[Node]:
 
 def _is_number(node: Node) -> bool:
     return isinstance(node, Value) and node.numeral is not None
-
-
-def _same_words(a: Value, b: Value) -> bool:
-    return _words(a) == _words(b) != ""
 
 
 def _words(value: Value) -> str:

@@ -159,7 +159,8 @@ def _document(name: str, data: Mapping[str, bytes]) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     elements = "\n".join(
-        f'<script type="application/octet-stream" id="{key}">{_packed(content)}</script>'
+        f'<script type="application/octet-stream" id="{key}">'
+        f"{base64.b64encode(gzip.compress(content, _LEVEL, mtime=0)).decode()}</script>"
         for key, content in data.items()
     )
     return (
@@ -174,10 +175,6 @@ def _document(name: str, data: Mapping[str, bytes]) -> str:
 
 def _hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _packed(content: bytes) -> str:
-    return base64.b64encode(gzip.compress(content, _LEVEL, mtime=0)).decode()
 
 
 def _json(values: Any) -> bytes:
@@ -246,16 +243,12 @@ def _joined(parts: Sequence[PageValues]) -> PageValues:
 
 
 def _token_values(table: pa.Table) -> _TokenValues:
-    lengths = _num_rows(table)
+    # Those that were observed included.
+    lengths = np.asarray(pc.list_value_length(table["token_ids"]).to_numpy(), np.int64)
     engine, trainer, updated = (_flat(table[f"{name}_logprobs"], lengths) for name in ("engine", "trainer", "update"))
     if "sampled" in table.column_names:
         engine[_flat(table["sampled"], lengths) == 0] = np.nan
     return _TokenValues(lengths, engine, trainer - engine, updated - trainer)
-
-
-def _num_rows(table: pa.Table) -> npt.NDArray[np.int64]:
-    """How many tokens each row has, those that were observed included."""
-    return np.asarray(pc.list_value_length(table["token_ids"]).to_numpy(), np.int64)
 
 
 def _token_chunk(table: pa.Table, values: _TokenValues, tables: _Tables) -> bytes:

@@ -99,7 +99,11 @@ def to_table(file: SampleFile, pieces: TokenPieces) -> pa.Table:
             if column.dtype
             else [None if value is None else _stored(column.kind, value) for value in of_rows]
         )
-    values["response"] = _responses(rows, pieces)
+    # The texts that were scored; those of unscored responses are decoded here.
+    values["response"] = [
+        _text(row.scored.text if row.scored else "".join(pieces.of(row.trajectory.token_ids).to_pylist()))
+        for row in rows
+    ]
     columns = schema([row.trajectory for row in rows])
     arrays = [
         found if isinstance(found := values[field.name], pa.Array) else pa.array(found, field.type) for field in columns
@@ -162,14 +166,6 @@ def account_of(metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
 def _text(text: str | None) -> str | None:
     """The text without lone surrogates, which JSON data may bring and no file can hold."""
     return None if text is None else text.encode("utf-8", "replace").decode()
-
-
-def _responses(rows: Sequence[Row], pieces: TokenPieces) -> list[str | None]:
-    """The texts that were scored; those of unscored responses are decoded here."""
-    return [
-        _text(row.scored.text if row.scored else "".join(pieces.of(row.trajectory.token_ids).to_pylist()))
-        for row in rows
-    ]
 
 
 def _pieces(rows: Sequence[Row], pieces: TokenPieces) -> pa.Array:

@@ -379,7 +379,7 @@ class Block:
 
 
 def write_blocks(
-    file: Path, blocks: Iterable[Block], objects: Mapping[str, bytes], advance: Callable[[int], None]
+    blocks: Iterable[Block], objects: Mapping[str, bytes], file: Path, advance: Callable[[int], None]
 ) -> list[dict[str, Any]]:
     """Write one file, a block at a time; returns what `write_metadata` must know of it, as JSON values.
 

@@ -120,7 +120,7 @@ def test_an_interrupted_conversion_continues_and_ends_bit_equal(tmp_path, monkey
     convert = getattr(conversion, command)
     convert(open_checkpoint(source), tmp_path / "at once", *arguments, SMALL)
 
-    writer = "_write_shard" if command == "to_hf" else "_write_run"
+    writer = "_write_shard" if command == "to_hf" else "write_blocks"
     original, written = getattr(conversion, writer), []
 
     def fails_at_the_third(*arguments):
@@ -364,7 +364,7 @@ def test_blocks_without_metadata_are_refused_as_incomplete(tmp_path):
 
 def test_a_full_disk_is_named_with_the_file():
     with pytest.raises(InputError, match=r"cannot write /dev/full \(.*No space left on device\)"):
-        write_blocks(Path("/dev/full"), [], {"object": b"bytes"}, lambda _: None)
+        write_blocks([], {"object": b"bytes"}, Path("/dev/full"), lambda _: None)
 
 
 def test_a_block_that_does_not_fit_is_named_with_the_file_and_the_reason(tmp_path):
@@ -374,7 +374,7 @@ def test_a_block_that_does_not_fit_is_named_with_the_file_and_the_reason(tmp_pat
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
     try:
         with pytest.raises(InputError, match=r"cannot write .*block \(.*File too large\); free space"):
-            write_blocks(tmp_path / "block", [block], {}, lambda _: None)
+            write_blocks([block], {}, tmp_path / "block", lambda _: None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

@@ -8,8 +8,7 @@ import pytest
 from dapo_mega.config.preparation import FiltersConfig
 from dapo_mega.errors import InputError
 from dapo_mega.preparation.candidates import Candidate
-from dapo_mega.preparation.filtering import Filters
-from dapo_mega.preparation.filters import integer_of, multiple_choice, proof, true_or_false
+from dapo_mega.preparation.filters import Filters, integer_of, multiple_choice, proof, true_or_false
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 
