@@ -423,7 +423,7 @@ def test_rewards_are_checked(live):
         {"reward": "1"},
         {"reward": float("nan")},
         {"reward": 1, "parts": {"reward": 1}},
-        {"reward": 1, "x": 1},
+        {"reward": 1, "done": True},
     ):
         assert post(f"{policy.url}/reward", policy.session.key, bad)[0] == 400, bad
     good = {"reward": 0.5, "correct": True, "parts": {"turns": 2}}
