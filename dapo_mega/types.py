@@ -89,13 +89,15 @@ class GenerationRequest:
     """Ask an engine for one response.
 
     `request_id` is unique within a run. `seed` alone decides the random numbers of this request, so the
-    response depends neither on what else is in the batch nor on which engine serves it.
+    response depends neither on what else is in the batch nor on which engine serves it. `engine` is the URL of the one
+    that sampled the turn before, and so has the prompt's beginning in its cache; empty where there is none.
     """
 
     request_id: int
     prompt_token_ids: TokenIds
     seed: int
     sampling: SamplingParams
+    engine: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -238,6 +238,7 @@ class Rows:
             self._request,
             prompt_token_ids=self.token_ids,
             seed=_seed_of_turn(self._request.seed, turn),
+            engine=self._engines[-1][0] if self._engines else "",
             sampling=replace(self._request.sampling, max_new_tokens=min(self.left, max_turn_tokens or self.left)),
         )
 

@@ -17,8 +17,9 @@ def advantage(rewards, group, scale):
     return scale * (rewards - rewards.mean())
 
 def kept(group, least):
-    scores = [scored.accuracy_reward for scored in group.trajectories]
-    return max(scores) - min(scores) >= least
+    ended = [scored for scored in group.trajectories if scored.stop == "done"]
+    scores = [sum(turn.parts["reward"] for turn in scored.turns) for scored in ended]
+    return bool(scores) and max(scores) - min(scores) >= least
 
 class Backwards:
     def __init__(self, start):

@@ -286,6 +286,42 @@ def test_resuming_in_another_layout_continues_with_the_same_data_and_loss(task, 
             assert after.get("rollout/logprob_abs_diff_max", 0) < 1e-4
 
 
+def test_a_trainer_killed_within_trajectories_of_programs_equals_uninterrupted(task):
+    folder, config = task
+    values = yaml.safe_load(config.read_text())
+    game = Path(__file__).with_name("soaked_game.py")
+    values |= {
+        "num_steps": 3,
+        "environment": {"kind": "program", "command": f"{sys.executable} -S {game}", "max_turn_tokens": 4},
+        "reward": {"components": [{"kind": "environment"}]},
+        "checkpoint": {"every": 1, "save_hf_at_end": False},
+        "evaluation": {},
+    }
+    values["algorithm"]["dynamic_sampling_on"] = "unequal_scores"
+    values["rollout"]["max_response_tokens"] = 64
+    (playing := folder / "playing").mkdir()
+    (config := playing / "config.yaml").write_text(yaml.safe_dump(values))
+    whole, parts = playing / "whole", playing / "parts"
+    finish(start(config, 1, whole), whole)
+    workers = start(config, 1, parts, "num_steps=4")
+    while steps_done(parts) < 1:
+        time.sleep(0.002)
+        assert workers[0].exitcode is None
+    (hold := playing / "hold").touch()
+    kill_when(workers, (playing / "held").exists)
+    hold.unlink()
+    assert steps_done(parts) < 3
+    finish(start(config, 1, parts), parts)
+    got, expected = ([decisive(record) for record in read_metrics(run / "metrics.jsonl")] for run in (parts, whole))
+    assert got == expected
+    assert [record["step"] for record in got] == [1, 2, 3]
+    for step in (1, 2, 3):
+        file = Path("samples") / f"step_{step:08d}.parquet"
+        rows, again = (pq.read_table(run / file).to_pylist() for run in (whole, parts))
+        assert repr(again) == repr(rows)  # NaN is not equal to itself.
+        assert {len(row["turns"]) for row in rows} == {4}
+
+
 def test_fine_tuning_killed_and_stopped_equals_uninterrupted(task, monkeypatch):
     """kill -9 after step 3, SIGTERM after step 7, then to the end: the same data, metrics and bits."""
     folder, _ = task

@@ -54,6 +54,16 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
+def test_every_test_that_a_page_names_is_there():
+    missing, file = [], None
+    for page in PAGES:
+        for name, test in re.findall(r"`((?:unit|integration|distributed)/[\w/]+\.py)?::(\w+)`", page.read_text()):
+            file = PROJECT / "tests" / name if name else file
+            if f"def {test}(" not in file.read_text():
+                missing.append(f"{page.name}: {file.name}::{test}")
+    assert not missing
+
+
 def test_every_link_leads_somewhere():
     broken = []
     for page in PAGES:

@@ -293,7 +293,7 @@ class Dispatcher:
                 allowed = free
                 if work.avoided_url and len(self._slots) > 1:  # The engine that failed it last.
                     allowed = [slot for slot in free if slot.url != work.avoided_url]
-                if slot := self._router.choose(allowed, work.prompt):
+                if slot := self._router.choose(allowed, work.prompt, work.request.engine):
                     return work, slot
         return None
 

@@ -1,4 +1,5 @@
-"""Routes each request to the engine that has its prompt in the prefix cache, or else to the least loaded one."""
+"""Routes each request to the engine that has its prompt, or the turns before it, in the prefix cache, or else to the
+least loaded one."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def load_metrics(engines: Iterable[EngineSlot], now: float) -> dict[str, float]:
 
 
 class EngineRouter:
-    """Sends requests with the same prompt to the same engine unless that engine is clearly fuller."""
+    """Sends requests with the same prompt, and those that go on behind a turn, to the same engine unless that engine is
+    clearly fuller."""
 
     def __init__(self, requests_per_engine: int) -> None:
         """`requests_per_engine` limits the calls in flight on one engine."""
@@ -94,9 +96,10 @@ class EngineRouter:
     def has_room(self, slot: EngineSlot, now: float) -> bool:
         return slot.in_flight < self._capacity and slot.paused_until <= now
 
-    def choose(self, slots: Sequence[EngineSlot], prompt: bytes) -> EngineSlot | None:
-        """The best of `slots`, all of which have room; None if `slots` is empty."""
-        holder = self.holders.get(prompt)
+    def choose(self, slots: Sequence[EngineSlot], prompt: bytes, before: str = "") -> EngineSlot | None:
+        """The best of `slots`, all of which have room; None if `slots` is empty. `before` is the URL of the engine of
+        the turn before."""
+        holder = self.holders.get(prompt, before)
         return min(
             slots,
             key=lambda slot: (slot.in_flight - self._slack * (slot.url == holder), slot.url != holder),

@@ -189,18 +189,20 @@ def test_a_call_that_cannot_be_used_is_told_as_it_was_written(live, text, more, 
 
 
 def test_a_history_that_was_rewritten_begins_a_piece_and_a_fork_trains_nothing_twice(live):
-    policy = live("one", "two", "three", "four")
+    policy = live("one", "two", "three", "four", "five")
     first = policy.chat(USER)
     policy.chat(USER, first, {"role": "user", "content": "a"})
-    policy.chat(USER, first, {"role": "user", "content": "b"})  # Another way behind the first turn.
-    policy.chat({"role": "user", "content": "summary"}, model="small")
+    forked = [USER, first, {"role": "user", "content": "b"}]  # Another way behind the first turn.
+    forked.append(policy.chat(*forked))
+    policy.chat({"role": "user", "content": "summary"})
+    policy.chat(*forked, {"role": "user", "content": "c"}, model="small")  # What another model is asked.
     found = policy.trajectory()
-    assert len(found.pieces) == 3
-    assert [has_prompt for *_, has_prompt in found.pieces] == [True, False, False]
+    assert len(found.pieces) == 4
+    assert [has_prompt for *_, has_prompt in found.pieces] == [True, False, False, False]
     texts = [TOKENIZER.decode(found.token_ids[start:stop]) for start, stop, _ in found.pieces]
     assert texts[1] == "<s>user: Q</s>\n<s>assistant: one</s>\n<s>user: b</s>\n<s>assistant: three</s>"
     assert texts[2] == "<s>user: summary</s>\n<s>assistant: four</s>"
-    assert TOKENIZER.decode(found.sampled_ids) == "one</s>two</s>three</s>four</s>"
+    assert TOKENIZER.decode(found.sampled_ids) == "one</s>two</s>three</s>four</s>five</s>"
 
 
 def test_what_was_sampled_is_not_encoded_again(live):
@@ -211,7 +213,8 @@ def test_what_was_sampled_is_not_encoded_again(live):
     policy.chat(USER, said, {"role": "user", "content": "a"})
     found = policy.trajectory()
     assert len(found.pieces) == 1
-    assert found.sampled_ids.tolist()[:3] == odd
+    expected = [*encode("<s>assistant: "), *odd, *encode("\n<s>user: a</s>\n<s>assistant: ")]
+    assert found.token_ids[: len(expected)].tolist() == expected
 
 
 def test_streams_are_the_same_answer_in_pieces(live):
@@ -422,7 +425,7 @@ def test_rewards_are_checked(live):
         {"reward": "1"},
         {"reward": float("nan")},
         {"reward": 1, "parts": {"reward": 1}},
-        {"reward": 1, "x": 1},
+        {"reward": 1, "done": True},
     ):
         assert post(f"{policy.url}/reward", policy.session.key, bad)[0] == 400, bad
     good = {"reward": 0.5, "correct": True, "parts": {"turns": 2}}

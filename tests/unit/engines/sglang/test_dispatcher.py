@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -235,6 +236,24 @@ def test_a_groups_requests_stay_on_the_engine_that_has_its_prefix():
         holders = [set(prompts_of(engine)) for engine in three]
         assert sum(len(held) for held in holders) == 9
         assert [len(held) for held in holders] == [3, 3, 3]
+
+    within_deadline(body)
+
+
+def test_a_trajectorys_turns_stay_on_the_engine_that_has_those_before():
+    async def body():
+        three = engines(3, tokens_per_s=100)
+        async with fleet_of(*three, requests_per_engine=256) as fleet:
+            turns = {i: make_request([5, i]) for i in range(9)}
+            for number in (1, 2, 3):
+                order = random.Random(number).sample(sorted(turns), 9)
+                answers = zip(order, await fleet.ask(*(turns[i] for i in order)), strict=True)
+                turns = {
+                    i: replace(make_request([5, i, *[9] * number]), engine=answer.engine_spans[-1][0])
+                    for i, answer in answers
+                }
+        trajectories = [{prompt[1] for prompt in prompts_of(engine)} for engine in three]
+        assert [len(held) for held in trajectories] == [3, 3, 3]
 
     within_deadline(body)
 
