@@ -39,8 +39,8 @@ class TrainingConfig(Section):
         default=60.0,
         ge=5,
         json_schema_extra=FREE,
-        description="Seconds without a sign of life after which another machine of the trainer counts as gone and the "
-        "others end, to be started again.",
+        description="Seconds without a sign of life after which another machine of the trainer, or its controller's, "
+        "counts as gone and the others end, to be started again.",
     )
     model: ModelConfig
     parallel: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
