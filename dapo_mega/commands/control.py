@@ -18,10 +18,10 @@ _OF_TRAINER = "--of-trainer"
 
 def main() -> None:
     """Command the run that the arguments name, until it ends."""
-    from dapo_mega.training.controller import control
-
     arguments = parse_training_arguments("Command a run from a process of its own, which trainers find by its folder.")
     if config := load_to_train(RunConfig, arguments):
+        from dapo_mega.training.controller import control
+
         own = config.controller.model_copy(update={"own_process": True})
         control(config.model_copy(update={"controller": own}), accept_changes=arguments.accept_changes)
 

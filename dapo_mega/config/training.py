@@ -28,8 +28,8 @@ class TrainingConfig(Section):
     threads_per_process: int | None = Field(default=None, ge=1, json_schema_extra=FREE)
     """CPU threads of torch in each process; null: torch's choice. Set it where processes share few cores."""
     silence_limit_s: float = Field(default=60.0, ge=5, json_schema_extra=FREE)
-    """Seconds without a sign of life after which another machine of the trainer counts as gone and the others end, to
-    be started again."""
+    """Seconds without a sign of life after which another machine of the trainer, or its controller's, counts as gone
+    and the others end, to be started again."""
     model: ModelConfig
     parallel: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
     compute: ComputeConfig = ComputeConfig()

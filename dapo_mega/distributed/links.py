@@ -4,6 +4,7 @@ that dies. Both ends know a key; what goes over the connection is pickled, and n
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import queue
 import secrets
@@ -22,10 +23,12 @@ _POLL_S = 0.2
 
 
 class Links:
-    """The end that commands. Trainers come and go; one is commanded at a time."""
+    """The end that commands. Trainers come and go; one is commanded at a time. One whose machine gives no sign of life
+    for `silence_limit_s` has died."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, silence_limit_s: float) -> None:
         """Listens at this address of the machine, at `address`. Raises OSError if it cannot."""
+        self._silence_limit_s = silence_limit_s
         self.key = secrets.token_hex(32)
         family = "AF_INET6" if ":" in host else "AF_INET"
         self._listener = Listener((host, 0), family, backlog=4, authkey=self.key.encode())
@@ -50,7 +53,7 @@ class Links:
         while self._link is None:
             check()
             with contextlib.suppress(queue.Empty):
-                self._link = self._arrived.get(timeout=_POLL_S)
+                self._link = _broken_by_silence(self._arrived.get(timeout=_POLL_S), self._silence_limit_s)
             waited_s += _POLL_S
             if waited_s > limit_s and self._link is None:
                 raise FleetError(
@@ -92,9 +95,20 @@ class Links:
             self._listener.close()
 
 
-def connect(address: tuple[str, int], key: str) -> Connection:
+def connect(address: tuple[str, int], key: str, silence_limit_s: float) -> Connection:
     """The connection of rank 0 to what commands it. Raises OSError or AuthenticationError where there is nobody."""
-    return Client(address, authkey=key.encode())
+    return _broken_by_silence(Client(address, authkey=key.encode()), silence_limit_s)
+
+
+def _broken_by_silence(link: Connection, limit_s: float) -> Connection:
+    """The link, which breaks where the other machine answers nothing for so long: one that vanishes closes nothing."""
+    every_s = int(limit_s / 4)
+    with socket.socket(fileno=os.dup(link.fileno())) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * limit_s))
+    return link
 
 
 def follow(trainer: Commanded, link: Connection, is_to_stop: Callable[[], bool]) -> None:
@@ -111,8 +125,8 @@ def follow(trainer: Commanded, link: Connection, is_to_stop: Callable[[], bool])
             order = _receive(link)
         except (EOFError, OSError) as error:
             raise FleetError(
-                "the process that commands the run has ended without saying why: it was killed, for memory perhaps; "
-                "start the same command again to continue from the last checkpoint"
+                "the process that commands the run has ended without saying why: it was killed, for memory perhaps, or "
+                "its machine is gone; start the same command again to continue from the last checkpoint"
             ) from error
         if isinstance(order, End):
             if order.error:

@@ -47,7 +47,8 @@ def linked(config: RunConfig, accept_changes: bool, check_stop: Callable[[], Non
         check_stop()
         with contextlib.suppress(OSError, InputError, KeyError, ValueError, EOFError, AuthenticationError):
             found = read_json_object(file)
-            return connect((str(found["host"]), int(found["port"])), str(found["key"]))
+            address = str(found["host"]), int(found["port"])
+            return connect(address, str(found["key"]), config.silence_limit_s)
         if started is None and is_local(config.controller.host):
             started = _start(config, accept_changes)
         elif started is not None and (status := started.poll()) is not None:
@@ -85,7 +86,7 @@ def control(config: RunConfig, *, launcher: int | None = None, accept_changes: b
         if is_finished(config, status, accept_changes):
             return
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's Ctrl-C reaches the trainers, which pass it on.
-        links = Links(config.controller.host)
+        links = Links(config.controller.host, config.silence_limit_s)
 
         def check() -> None:
             watch.check_stop()

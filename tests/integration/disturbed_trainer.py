@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from dapo_mega.commands import train as train_dapo  # noqa: E402
 from dapo_mega.errors import StopRequested  # noqa: E402
 from dapo_mega.megatron.core.checkpoint_files import dist_checkpointing  # noqa: E402
 from dapo_mega.megatron.core.decoder import PackedStage  # noqa: E402
+from dapo_mega.megatron.megatron_policy import MegatronPolicy  # noqa: E402
 from dapo_mega.training import loop as trainer  # noqa: E402
 from dapo_mega.training.lifecycle import Saving  # noqa: E402
 from dapo_mega.training.peers import POLL_S  # noqa: E402
@@ -66,6 +68,17 @@ def stop_in(name: str, step: int) -> None:
     command.alone = obeyed
 
 
+def name_threads() -> None:
+    """Each update prints the names of this process's threads of Python."""
+    update = MegatronPolicy.update
+
+    def named(policy: MegatronPolicy, *arguments: Any, **settings: Any) -> Any:
+        print("threads:", *sorted(thread.name for thread in threading.enumerate()), flush=True)
+        return update(policy, *arguments, **settings)
+
+    MegatronPolicy.update = named
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -91,6 +104,8 @@ if __name__ == "__main__":
         case "is killed after step 3", rank:
             if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 wait_after(3, die if rank == "0" else lambda: None)
+        case "names its threads", _:
+            name_threads()
         case "waits after step 3", _:
             wait_after(3)
         case "waits after step 4", _:

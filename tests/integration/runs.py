@@ -127,5 +127,9 @@ def steps_done(output_dir: Path) -> int:
 
 
 def decisive(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics that a second run must reproduce: all but times and speeds."""
-    return {name: value for name, value in metrics.items() if not name.startswith("time/") and "per_s" not in name}
+    """Metrics that a second run must reproduce: all but times, speeds and what a fleet of engines was seen doing."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if not name.startswith(("time/", "fleet/")) and "per_s" not in name
+    }

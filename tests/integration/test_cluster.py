@@ -1,5 +1,6 @@
 """Several machines in one box: what the hosts of tools/cluster_in_a_box promise."""
 
+import json
 import os
 import shutil
 import signal
@@ -23,6 +24,8 @@ pytestmark = [
 ]
 LIMIT_S = 30
 RUN_LIMIT_S = 400
+KEY = "a-key-of-these-tests"
+DISTURBED = Path(__file__).with_name("disturbed_trainer.py")
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +155,12 @@ def test_a_killed_host_and_a_killed_owner_leave_nothing(tmp_path):
     wait_until(lambda: not running())
 
 
-def launched(box, hosts, rendezvous, config, output, *overrides):
+def launched(box, hosts, rendezvous, config, output, *overrides, script=TRAIN):
     """The same command on every host, as launch/cluster.md says, or `rendezvous(number)` instead of its addresses."""
     commands = []
     for number, host in enumerate(hosts):
         torchrun = ["-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--nproc-per-node", "1"]
-        run = [str(TRAIN), "--config", str(config), f"output_dir={output}", *overrides]
+        run = [str(script), "--config", str(config), f"output_dir={output}", *overrides]
         variables = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         log = output.parent / f"host{host}.log"
         line = [sys.executable, *torchrun, *rendezvous(number), *run]
@@ -209,6 +212,58 @@ def test_a_run_over_hosts_ends_when_one_is_gone_and_continues_bit_for_bit(box, t
     assert statuses == [0, 0], [command.text()[-2000:] for command in commands]
 
     finish(start(config, 2, alone, *overrides), alone, RUN_LIMIT_S)
+    assert_same_run(output, alone)
+
+
+@pytest.mark.timeout(1800)
+def test_a_controller_on_another_host_gives_the_same_run_and_outlives_its_trainers(tmp_path, monkeypatch):
+    """The trainer of host 0 is killed, and torchrun starts the next one; then the host is cut off, and one of host 2
+    goes on. On host 1 are the controller and a scripted engine, to which only that speaks."""
+    monkeypatch.setenv("DAPO_MEGA_API_KEY", KEY)
+    monkeypatch.setenv("DISTURBANCE", "names its threads")
+    config, output, alone = prepare(tmp_path), tmp_path / "from elsewhere", tmp_path / "alone"
+    vocab_size = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
+    engine = ["--vocab-size", str(vocab_size), "--port", "30100", "--api-key", KEY]
+    overrides = [
+        "num_steps=6", "evaluation.every=0", "evaluation.at_start=false", "checkpoint.every=2", "silence_limit_s=5",
+        "rollout.placement=fleet", "rollout.fleet.urls=http://127.0.0.1:30100", "weight_sync.transport=disk",
+        "rollout.engine_tolerance=1000", "rollout.mismatch_stop=null",
+    ]  # fmt: skip
+    with Box(3, tmp_path / "box") as box:
+        variables = {"PYTHONPATH": str(REPOSITORY)}
+        box.start(1, [sys.executable, str(REPOSITORY / "tools" / "scripted_engine.py"), *engine], variables=variables)
+        (whole,) = launched(box, [1], bound(box, 1), config, alone, *overrides, script=DISTURBED)
+        assert whole.wait(RUN_LIMIT_S) == 0, whole.text()[-2000:]
+        overrides.append(f"controller.host={box.address(1)}")
+        control = ["-m", "dapo_mega", "control", "--config", str(config), f"output_dir={output}", *overrides]
+        controller = box.start(1, [sys.executable, *control], output=tmp_path / "controller.log")
+        overrides.append("controller.own_process=true")
+        torchrun = ["--standalone", "--max-restarts", "1"]
+        (trainer,) = launched(box, [0], lambda _: torchrun, config, output, *overrides, script=DISTURBED)
+        wait_for_step([trainer, controller], output, 1)
+        box.run(0, ["pkill", "-KILL", "-f", "--", "-u .*disturbed_trainer"])  # torchrun's own line has no -u.
+        wait_for_step([trainer, controller], output, 3)
+        box.cut(0)
+        (last,) = launched(box, [2], bound(box, 2), config, output, *overrides, script=DISTURBED)
+        statuses = [command.wait(RUN_LIMIT_S) for command in (last, controller, trainer)]
+        texts = [command.text() for command in (last, controller, trainer)]
+    assert statuses == [0, 0, 1], [text[-2000:] for text in texts]
+    assert texts[1].count("waits for another trainer") == 2, texts[1]
+    assert "Warning" not in texts[1]
+    assert texts[2].splitlines()[-1].startswith("error: the process that commands the run has ended")
+    assert_same_run(output, alone)
+    # Nothing else of ours runs beside an update; where rank 0 commands, much does.
+    for text in (texts[0], texts[2]):
+        assert threads(text) - {"checkpoint-writer"} == {"MainThread", "process-watch"}
+    assert threads(whole.text()) > {"MainThread", "process-watch", "rollout-fleet", "run-lock"}
+
+
+def threads(text):
+    """The names of all threads that ran at an update."""
+    return {name for line in text.splitlines() if line.startswith("threads: ") for name in line.split()[1:]}
+
+
+def assert_same_run(output, alone):
     records, others = (read_metrics(folder / "metrics.jsonl") for folder in (output, alone))
     assert [decisive(record) for record in records] == [decisive(record) for record in others]
     weights, expected = (load_file(folder / "hf" / "model.safetensors") for folder in (output, alone))

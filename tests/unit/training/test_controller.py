@@ -38,7 +38,7 @@ class Adder(Commanded):
 
 @pytest.fixture
 def links():
-    made = Links("127.0.0.1")
+    made = Links("127.0.0.1", DEADLINE_S)
     yield made
     made.close()
 
@@ -46,7 +46,7 @@ def links():
 @contextlib.contextmanager
 def following(links, is_to_stop=lambda: False):
     """A trainer's rank 0, in a thread, and what it ends with."""
-    adder, link, ended = Adder(), connect(links.address, links.key), []
+    adder, link, ended = Adder(), connect(links.address, links.key, DEADLINE_S), []
 
     def obey():
         try:
@@ -114,7 +114,7 @@ def test_another_trainer_comes_after_one_that_has_died(links):
 
 def test_who_does_not_know_the_key_commands_nothing(links):
     with pytest.raises(AuthenticationError):
-        connect(links.address, "0" * 64)
+        connect(links.address, "0" * 64, DEADLINE_S)
     with following(links) as (_, _, ended):
         links.dismiss(None)
     assert ended == [None]
