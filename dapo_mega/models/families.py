@@ -114,6 +114,8 @@ class ModelFamily:
     """Whether layers on disk beyond num_hidden_layers are left out, as transformers does (multi-token prediction)."""
     has_token_classifier: bool = True
     """Whether transformers has a token classifier of the family, which value models are exported as."""
+    class_prefix: str = ""
+    """How the names of transformers' classes begin, where it is not `model_type` with capitals."""
     shapes: Callable[[Architecture], Shapes] = _no_shapes
     """Shapes of the tensors whose names are the family's own."""
 

@@ -97,8 +97,9 @@ def value_model_config(config: Mapping[str, Any], arch: Architecture) -> dict[st
     Where transformers has no token classifier of the family, the file names the model without a head: its tensors have
     the same names, and the head is still in `score.weight`.
     """
-    prefix = "".join(part.capitalize() for part in arch.model_type.split("_"))
-    kind = "ForTokenClassification" if find_family(arch.model_type).has_token_classifier else "Model"
+    family = find_family(arch.model_type)
+    prefix = family.class_prefix or "".join(part.capitalize() for part in arch.model_type.split("_"))
+    kind = "ForTokenClassification" if family.has_token_classifier else "Model"
     return {
         **config,
         "architectures": [prefix + kind],
