@@ -161,6 +161,21 @@ def test_what_the_policy_does_not_compute_is_refused_by_name(tmp_path, keys, mes
         load_architecture(write_config(tmp_path, "qwen3", **keys))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "keys", "message"),
+    [
+        ("olmo2", {}, "nearest is llama, which lacks norms behind attention and MLP"),
+        ("gpt_oss", {}, "nearest is qwen3_moe, which lacks attention sinks"),
+        ("qwen2x", {"use_gate": True}, "nearest is qwen2, whose config.json does not have the keys use_gate;"),
+        ("xyz", {"num_experts": 4}, "nearest is qwen3_moe, .*the same keys: if it computes the same, set model_type"),
+    ],
+)
+def test_an_unknown_model_is_told_the_nearest_family_and_what_differs(tmp_path, model_type, keys, message):
+    with pytest.raises(InputError, match=f"'{model_type}' is not supported; {message}") as refused:
+        load_architecture(write_config(tmp_path, model_type, **keys))
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_that_every_checkpoint_states_are_not_guessed(tmp_path, size):
     config = json.loads((write_config(tmp_path, "llama") / "config.json").read_text())

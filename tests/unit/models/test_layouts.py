@@ -198,7 +198,7 @@ def test_rope_theta_is_read_as_transformers_4_and_5_write_it(tmp_path, rope):
         (None, "holds no config.json"),
         ("{", "not valid JSON"),
         ("[1]", "holds no JSON object"),
-        ('{"model_type": "gpt9"}', "'gpt9' is not supported; supported: .*llama, mistral, phi3, qwen2"),
+        ('{"model_type": "gpt9"}', "'gpt9' is not supported; nearest is .*supported: .*llama, mistral, phi3, qwen2"),
         ('{"model_type": "qwen2"}', "lacks the key"),
     ],
 )
