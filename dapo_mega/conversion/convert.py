@@ -28,6 +28,7 @@ from dapo_mega.models import Architecture, ModelFamily, ShardRule, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer, save_shard, shard_files, write_index
+from dapo_mega.models.layouts import GATED
 from dapo_mega.models.megatron_format.files import (
     CRITIC_PREFIX,
     OPTIMIZER_KEY,
@@ -274,17 +275,18 @@ def _hf_blocks(
     for rank, file in enumerate(files):
         for part, (offsets, sizes) in enumerate(cuts(placed.layout, shape, rank, size)):
             # Gate and up projections are stored one after the other, each sharded separately.
-            gated = placed.layout is ShardRule.GATE_UP
-            names = (placed.hf[part],) if gated else placed.hf
-            layout = ShardRule.COLUMN if gated else placed.layout
-            read = partial(_hf_shard, checkpoint.source, names, layout, arch, rank, size)
+            names = (placed.hf[part],) if placed.layout is ShardRule.GATE_UP else placed.hf
+            read = partial(_hf_shard, checkpoint.source, names, placed.layout, part, arch, rank, size)
             yield file, _stacked(entry, entry.key, shape, dtype, offsets, sizes, read, " / ".join(names))
 
 
 def _hf_shard(
-    source: TensorSource, names: Sequence[str], layout: ShardRule, arch: Architecture, rank: int, size: int
+    source: TensorSource, names: Sequence[str], layout: ShardRule, part: int, arch: Architecture, rank: int, size: int
 ) -> Tensor:
-    return take_shard([source.tensor(name) for name in names], layout, arch, rank, size)
+    tensors = [source.tensor(name) for name in names]
+    if layout is ShardRule.FUSED_GATE_UP:
+        tensors = [tensors[0].chunk(2)[part]]
+    return take_shard(tensors, ShardRule.COLUMN if layout in GATED else layout, arch, rank, size)
 
 
 def _stored_blocks(

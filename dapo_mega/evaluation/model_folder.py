@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from dapo_mega.atomic_files import read_json_object, refuse_special_files
+from dapo_mega.atomic_files import refuse_special_files
 from dapo_mega.checkpoints.folders import CheckpointFolders, step_of
 from dapo_mega.errors import InputError
-from dapo_mega.models.families import families, load_architecture
+from dapo_mega.models.families import families, load_architecture, read_config
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors, check_source
 from dapo_mega.models.megatron_format.files import ADAPTER_CONFIG_FILE, is_megatron_folder
 from dapo_mega.models.stored_model import stored_value_head
@@ -89,7 +89,7 @@ def model_hash(folder: Path) -> str:
 
 def model_weights(folder: Path, dtype: torch.dtype) -> Iterable[NamedTensors]:
     """The model's tensors by their names on disk, one at a time for the families that can be trained."""
-    if read_json_object(folder / "config.json").get("model_type") in families():
+    if read_config(folder).get("model_type") in families():
         family, arch = load_architecture(folder)
         source = HfCheckpoint(folder)
         names = [name for placed in all_tensors(family, arch) for name in placed.hf]
@@ -105,7 +105,7 @@ def model_weights(folder: Path, dtype: torch.dtype) -> Iterable[NamedTensors]:
 
 def context_length(folder: Path) -> int:
     """The longest prompt and response together that the model takes, in tokens."""
-    found = read_json_object(folder / "config.json").get("max_position_embeddings")
+    found = read_config(folder).get("max_position_embeddings")
     if not isinstance(found, int) or found < 2:
         raise InputError(f"{folder / 'config.json'} has no max_position_embeddings; add the model's context length")
     return found
@@ -114,7 +114,7 @@ def context_length(folder: Path) -> int:
 def _checked(path: Path) -> EvaluatedModel:
     """Raises InputError for a folder that lacks tensors, or has damaged ones or a value model."""
     refuse_special_files(path)
-    if read_json_object(path / "config.json").get("model_type") in families():
+    if read_config(path).get("model_type") in families():
         family, arch = load_architecture(path)
         if stored_value_head(path):
             raise InputError(f"{path} holds a value model, which says nothing; give the policy")

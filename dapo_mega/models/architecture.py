@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dapo_mega.config import ParallelConfig, divisors
 from dapo_mega.errors import InputError
-from dapo_mega.models.rope import RopeScaling, unscaled_frequencies
+from dapo_mega.models.rope import LongScaling, RopeScaling, unscaled_frequencies
 
 # Far above any model's; lists as long are made.
 _MOST_LAYERS_TIMES_EXPERTS = 1_000_000
@@ -104,6 +104,7 @@ class Architecture:
     head_dim: int
     vocab_size: int
     max_positions: int
+    """The longest sequence that the frequencies are meant for: with LongRoPE the original context."""
     norm_epsilon: float
     rope_theta: float
     tied_embeddings: bool
@@ -111,6 +112,8 @@ class Architecture:
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float = 1.0
     """The share of a head's dimensions, from the first on, that is rotated."""
+    unrotated_layers: frozenset[int] = frozenset()
+    """Layers without rotary embedding, counted from 0."""
     sliding_window: int | None = None
     """How many keys a query sees at most, its own position included; None: all before it."""
     output_bias: bool = False
@@ -149,7 +152,7 @@ class Architecture:
     def softmax_scale(self) -> float | None:
         """What the products of queries and keys are multiplied by; None: head_dim ** -0.5.
 
-        YaRN's factor on rotated queries and keys goes into the scores as its square where whole heads are rotated.
+        YaRN's factor on rotated queries and keys goes into the scores as its square where all heads are rotated whole.
         """
         if self.rope_scaling is None or self.rope_scaling.attention_factor == 1.0 or not self._rotates_all:
             return None
@@ -157,7 +160,7 @@ class Architecture:
 
     @property
     def _rotates_all(self) -> bool:
-        return self.partial_rotary_factor == 1.0
+        return self.partial_rotary_factor == 1.0 and not self.unrotated_layers
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of `layer`, counted from 0, is a mixture of experts."""
@@ -206,6 +209,11 @@ class Architecture:
             raise InputError(
                 f"the rotated part of a head has {rotated} dimensions, not an even number from 2; correct head_dim or "
                 "partial_rotary_factor"
+            )
+        if isinstance(self.rope_scaling, LongScaling) and len(self.rope_scaling.factors) * 2 != rotated:
+            raise InputError(
+                f"short_factor has {len(self.rope_scaling.factors)} numbers for {rotated} rotated dimensions, half as "
+                "many are needed; correct it"
             )
         if self.experts:
             self.experts.check_sizes(self.num_layers)

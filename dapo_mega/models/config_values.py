@@ -35,6 +35,7 @@ _COUNTS = {
     "topk_group": (0, _MOST_EXPERTS),
     "first_k_dense_replace": (0, _MOST_LAYERS),
     "decoder_sparse_step": (0, _LONGEST),
+    "no_rope_layer_interval": (1, _LONGEST),
     "moe_layer_freq": (0, _LONGEST),
     "q_lora_rank": (1, 2**24),
     "kv_lora_rank": (1, 2**24),
@@ -66,7 +67,7 @@ _SWITCHES = (
     "rope_interleave",
     "use_qk_norm",
 )
-_LISTS = {"layer_types": str, "mlp_only_layers": int}
+_LISTS = {"layer_types": str, "mlp_only_layers": int, "no_rope_layers": int}
 
 
 def check_values(raw: Mapping[str, Any]) -> None:
@@ -104,6 +105,11 @@ def _check_rope(record: str, rope: Any) -> None:
     lower, upper = rope.get("low_freq_factor"), rope.get("high_freq_factor")
     if lower is not None and upper is not None and not lower < upper:
         raise InputError(f"{record}.low_freq_factor={lower} is not below high_freq_factor={upper}; correct them")
+    factors = rope.get("short_factor")
+    if factors is not None and not (
+        isinstance(factors, list) and all(type(item) in (int, float) and 0 < item < math.inf for item in factors)
+    ):
+        raise InputError(f"{record}.short_factor={_shown(factors)} is no list of numbers above 0; correct it")
     if not isinstance(rope.get("truncate"), bool | None):
         raise InputError(f"{record}.truncate={_shown(rope['truncate'])} is neither true nor false; correct it")
 

@@ -118,6 +118,10 @@ MLP_NORM = TensorRule(
     ShardRule.REPLICATED,
 )
 
+DOWN_PROJECTION = TensorRule(
+    (_MLP + "linear_fc2.weight",), (_HF_MLP + "down_proj.weight",), ShardRule.ROW, layers="dense"
+)
+
 DENSE_MLP = (
     TensorRule(
         (_MLP + "linear_fc1.weight",),
@@ -132,7 +136,7 @@ DENSE_MLP = (
         applies=lambda arch: arch.mlp_bias,
         layers="dense",
     ),
-    TensorRule((_MLP + "linear_fc2.weight",), (_HF_MLP + "down_proj.weight",), ShardRule.ROW, layers="dense"),
+    DOWN_PROJECTION,
     TensorRule(
         (_MLP + "linear_fc2.bias",),
         (_HF_MLP + "down_proj.bias",),
@@ -142,6 +146,16 @@ DENSE_MLP = (
     ),
 )
 """SwiGLU."""
+
+FUSED_LAYER = (
+    INPUT_NORM,
+    TensorRule((_ATTENTION + "linear_qkv.weight",), (_HF_ATTENTION + "qkv_proj.weight",), ShardRule.FUSED_QKV),
+    OUTPUT_PROJECTION,
+    MLP_NORM,
+    TensorRule((_MLP + "linear_fc1.weight",), (_HF_MLP + "gate_up_proj.weight",), ShardRule.FUSED_GATE_UP),
+    DOWN_PROJECTION,
+)
+"""A layer without biases whose checkpoints hold q, k, v in one tensor, and gate and up in another."""
 
 EXPERTS = (
     TensorRule((_MLP + "router.weight",), (_HF_MLP + "gate.weight",), ShardRule.REPLICATED, layers="experts"),

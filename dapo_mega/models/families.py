@@ -30,6 +30,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture, Experts, LatentAttention
 from dapo_mega.models.config_values import check_values
 from dapo_mega.models.layouts import ShardRule
+from dapo_mega.models.unsupported import refusal
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes by the names of tensors without `model.`, `layers.` and the numbers of layers and experts."""
@@ -106,8 +107,15 @@ class ModelFamily:
     """Whether layers on disk beyond num_hidden_layers are left out, as transformers does (multi-token prediction)."""
     has_token_classifier: bool = True
     """Whether transformers has a token classifier of the family, which value models are exported as."""
+    class_prefix: str = ""
+    """How the names of transformers' classes begin, where it is not `model_type` with capitals."""
     shapes: Callable[[Architecture], Shapes] = lambda arch: {}
     """Shapes of the tensors whose names are the family's own."""
+
+    @property
+    def class_name(self) -> str:
+        """How the names of transformers' classes begin."""
+        return self.class_prefix or "".join(part.capitalize() for part in self.model_type.split("_"))
 
     def tensors(self, arch: Architecture, layers: range, first_stage: bool, last_stage: bool) -> Iterator[PlacedTensor]:
         """All parameters of a model chunk that holds `layers`, in checkpoint order.
@@ -156,10 +164,47 @@ def families() -> Mapping[str, ModelFamily]:
 
 
 def find_family(model_type: str) -> ModelFamily:
-    """The table of a Hugging Face `model_type`; refuses families that have none."""
-    if model_type not in families():
-        raise InputError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(families()))}")
+    """The table of a `model_type` that has one."""
     return families()[model_type]
+
+
+# What vision models name the part of theirs that computes what a family does, given text only.
+_LANGUAGE_MODELS = {
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+# Keys that vision models may have beside the language model's own.
+_BESIDE = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "dtype", "torch_dtype")
+
+
+def language_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `config.json` of the language model in a vision model, without images; any other is returned as it is."""
+    if "vision_config" not in raw:
+        return raw
+    nested = raw.get("text_config")
+    if isinstance(nested, dict):
+        text = {**{key: raw[key] for key in _BESIDE if key in raw}, **nested}
+        text |= {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+    else:
+        text = {key: value for key, value in raw.items() if not key.startswith(("vision", "image", "video"))}
+    kind = str(text.get("model_type"))
+    text["model_type"] = kind = _LANGUAGE_MODELS.get(kind, kind)
+    if kind in families():
+        text["architectures"] = [f"{find_family(kind).class_name}ForCausalLM"]
+    for record in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := text.get(record), dict) and "mrope_section" in rope:
+            # The positions of text are alike in all sections.
+            rope = {key: "default" if value == "mrope" else value for key, value in rope.items()}
+            text[record] = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    return text
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """`language_config` of the checkpoint in a folder."""
+    return language_config(read_json_object(folder / "config.json"))
 
 
 def load_architecture(path: Path) -> tuple[ModelFamily, Architecture]:
@@ -174,8 +219,10 @@ def load_architecture(path: Path) -> tuple[ModelFamily, Architecture]:
 
 def read_architecture(file: Path) -> tuple[ModelFamily, Architecture]:
     """Read the family and the sizes of a `config.json`. Raises InputError naming the file and the key."""
-    raw = read_json_object(file)
-    family = find_family(str(raw.get("model_type")))
+    raw = language_config(read_json_object(file))
+    if raw.get("model_type") not in families():
+        raise InputError(f"{file}: {refusal(raw, families())}")
+    family = find_family(raw["model_type"])
     try:
         check_values(raw)
         arch = family.read(raw)

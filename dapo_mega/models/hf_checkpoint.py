@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +47,11 @@ _DTYPES = {
 _WEIGHT_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 # Written by old versions of transformers, never read.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
+# Where vision models keep their language model's tensors, and those of its tensors that belong to it.
+_LANGUAGE = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(?=(?:layers|embed_tokens|norm)\.)")
+_HEAD = re.compile(r"language_model\.(?=(?:lm_head|score)\.)")
+_OF_LANGUAGE = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "score.")
+_VISION = re.compile(r"(?:model\.)?(?:language_model|visual|vision_tower|vision_model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NUM_NAMED = 8
 _LONGEST_POINTER = 1024
@@ -92,7 +97,8 @@ class HfCheckpoint:
     """Reads single tensors of a Hugging Face safetensors checkpoint. Errors name the file and the tensor.
 
     A tensor is a view of its file, which stays mapped as long as the tensor lives: of one that is cut, only the part
-    that is used is read from disk.
+    that is used is read from disk. Of a vision model only the language model's tensors are listed, under the names that
+    they have in a checkpoint of their own.
     """
 
     def __init__(self, path: Path, only_file: str | None = None) -> None:
@@ -101,9 +107,12 @@ class HfCheckpoint:
         self.path = path
         listed = dict.fromkeys(_open(path / only_file).keys(), only_file) if only_file else _read_index(path)
         held = {file: _specs(path / file) for file in sorted(set(listed.values()))}
-        self._files = {name: file for file, specs in held.items() for name in specs}
-        self._specs = {name: spec for specs in held.values() for name, spec in specs.items()}
-        wrong = [name for name, file in listed.items() if self._files.get(name) != file]
+        places = {name: file for file, specs in held.items() for name in specs}
+        self._stored = _language_names(places)
+        self._files = {name: places[stored] for name, stored in self._stored.items()}
+        self._specs = {name: held[file][self._stored[name]] for name, file in self._files.items()}
+        self.num_left_out = len(places) - len(self._files)
+        wrong = [name for name, file in listed.items() if places.get(name) != file]
         if wrong:
             raise InputError(
                 f"{path / INDEX_FILE} lists {_listed(wrong)}, which the named files do not hold; copy the checkpoint "
@@ -125,7 +134,7 @@ class HfCheckpoint:
         file = self.path / self._files[name]
         try:
             # Pages of a file that stayed open would count as this process's memory until the end.
-            tensor: Tensor = _open(file).get_tensor(name)
+            tensor: Tensor = _open(file).get_tensor(self._stored[name])
         except SafetensorError as error:
             raise InputError(f"tensor {name!r} cannot be read from {file} ({error})") from error
         return tensor
@@ -133,6 +142,14 @@ class HfCheckpoint:
     def _check_present(self, name: str) -> None:
         if name not in self._files:
             raise InputError(f"{self.path} lacks the tensor {name!r}; is it a checkpoint of another model?")
+
+
+def _language_names(stored: Collection[str]) -> dict[str, str]:
+    """The stored name of each tensor by the name it goes by here."""
+    if not any(map(_VISION.match, stored)):
+        return {name: name for name in stored}
+    names = {_HEAD.sub("", _LANGUAGE.sub("model.", name)): name for name in stored}
+    return {name: old for name, old in names.items() if name.startswith(_OF_LANGUAGE)}
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -211,6 +228,12 @@ def check_source(source: TensorSource, family: ModelFamily, arch: Architecture) 
     present = {name for name in names if not _DERIVED.search(name)}
     _check_dtypes(source, expected & present)
     missing, additional = expected - present, present - expected
+    if isinstance(source, HfCheckpoint) and source.num_left_out:
+        logger.warning(
+            "%s is a vision model: %d tensors beside its language model are left out, also of what is exported",
+            source.path,
+            source.num_left_out,
+        )
     if family.drops_further_layers:
         additional -= _further_layers(source, additional, arch)
     if arch.tied_embeddings:

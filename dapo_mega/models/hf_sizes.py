@@ -28,7 +28,6 @@ def common_sizes(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
         "num_query_groups": raw["num_key_value_heads"] or heads,
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "vocab_size": raw["vocab_size"],
-        "max_positions": raw["max_position_embeddings"],
         "norm_epsilon": raw.get("rms_norm_eps", 1e-6),
         **rope_sizes(raw, may_be_partial="partial_rotary_factor" in defaults),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),

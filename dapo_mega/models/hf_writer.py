@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dapo_mega.atomic_files import errors_naming, read_json_object, replace_file
+from dapo_mega.atomic_files import errors_naming, replace_file
+from dapo_mega.models.families import read_config
 from dapo_mega.models.hf_checkpoint import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 4 * 2**30
@@ -108,7 +109,7 @@ def copy_config_and_tokenizer(
     source: Path, folder: Path, dtypes: Iterable[torch.dtype], config: Mapping[str, Any] | None = None
 ) -> None:
     """Copy the files besides the weights: generation config, tokenizer, and config.json (or `config` in its place) with
-    the weights' dtype.
+    the weights' dtype; of a vision model the language model's config.json.
 
     For weights in several dtypes config.json names the narrowest, as transformers does: the others are exceptions such
     as a router's float32 bias.
@@ -117,7 +118,7 @@ def copy_config_and_tokenizer(
         if file.is_file() and file.name not in _CHECKPOINT_FILES and file.suffix not in _WEIGHT_SUFFIXES:
             with errors_naming(folder / file.name):
                 shutil.copyfile(file, folder / file.name)
-    write_config(folder / "config.json", config or read_json_object(folder / "config.json"), dtypes)
+    write_config(folder / "config.json", config or read_config(folder), dtypes)
 
 
 def write_config(file: Path, config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> None:

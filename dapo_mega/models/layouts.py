@@ -1,9 +1,9 @@
 """Shards the tensors of a Hugging Face checkpoint for tensor parallelism, and merges the shards.
 
 Megatron stores q, k and v as one matrix ordered by query group (the group's query heads, its key, its value)
-and gate and up projections as one matrix per rank; Hugging Face keeps them apart. With more ranks than groups it cuts
-that matrix just as evenly, through the groups: each rank holds an equal run of its group's rows, and its attention
-gathers the products. Everything here is exact:
+and gate and up projections as one matrix per rank; Hugging Face keeps them apart, or one after the other. With more
+ranks than groups it cuts that matrix just as evenly, through the groups: each rank holds an equal run of its group's
+rows, and its attention gathers the products. Everything here is exact:
 values are moved, never computed.
 """
 
@@ -33,6 +33,13 @@ class ShardRule(Enum):
     """Weights or biases of q, k, v interleaved by query group, cut along the rows: between groups, or within each."""
     GATE_UP = "gate_up"
     """Gate and up projections; each rank holds its piece of gate, then its piece of up."""
+    FUSED_QKV = "fused_qkv"
+    """The same parameter as QKV, of one tensor that holds all of q, then k, then v."""
+    FUSED_GATE_UP = "fused_gate_up"
+    """The same parameter as GATE_UP, of one tensor that holds all of gate, then up."""
+
+
+GATED = (ShardRule.GATE_UP, ShardRule.FUSED_GATE_UP)
 
 
 def take_shard(tensors: Sequence[Tensor], layout: ShardRule, arch: Architecture, tp_rank: int, tp_size: int) -> Tensor:
@@ -48,8 +55,13 @@ def take_shard(tensors: Sequence[Tensor], layout: ShardRule, arch: Architecture,
         shard = tensors[0][tp_rank * rows : (tp_rank + 1) * rows]
         padding = rows - len(shard)
         return torch.nn.functional.pad(shard, (0, 0, 0, padding)) if padding else shard
-    if layout is ShardRule.GATE_UP:
+    if layout is ShardRule.FUSED_GATE_UP:
+        tensors = tensors[0].chunk(2)
+    if layout in GATED:
         return torch.cat([tensor.chunk(tp_size)[tp_rank] for tensor in tensors])
+    if layout is ShardRule.FUSED_QKV:
+        keys = arch.num_query_groups * arch.head_dim
+        tensors = tensors[0].split([arch.num_attention_heads * arch.head_dim, keys, keys])
     groups = arch.num_query_groups
     rest = tensors[0].shape[1:]
     by_group = [tensor.reshape(groups, -1, *rest) for tensor in tensors]
@@ -72,6 +84,10 @@ def merge_shards(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture
         return [_joined(shards, dim=1)]
     if layout is ShardRule.VOCAB:
         return [_joined(shards)[: arch.vocab_size]]
+    if layout is ShardRule.FUSED_GATE_UP:
+        return [torch.cat(merge_shards(shards, ShardRule.GATE_UP, arch))]
+    if layout is ShardRule.FUSED_QKV:
+        return [torch.cat(merge_shards(shards, ShardRule.QKV, arch))]
     if layout is ShardRule.GATE_UP:
         halves = [shard.chunk(2) for shard in shards]
         return [_joined([half[i] for half in halves]) for i in (0, 1)]

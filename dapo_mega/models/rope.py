@@ -84,7 +84,20 @@ class YarnScaling:
         return (dim * math.log(self.original_positions / (turns * 2 * math.pi))) / (2 * math.log(theta))
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class LongScaling:
+    """LongRoPE (arXiv:2402.13753) up to the original context: every frequency is divided by a factor of its own. Longer
+    sequences have other factors, so that their frequencies would depend on the length."""
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+    def inverse_frequencies(self, theta: float, dim: int) -> Tensor:
+        powers = theta ** (torch.arange(0, dim, 2).float() / dim)
+        return 1.0 / (torch.tensor(self.factors, dtype=torch.float32) * powers)
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 
 
 def unscaled_frequencies(theta: float, dim: int) -> Tensor:
@@ -106,22 +119,24 @@ def rope_sizes(raw: Mapping[str, Any], *, may_be_partial: bool) -> dict[str, Any
     if partial > 1.0 or (partial < 1.0 and not may_be_partial):
         only = "at most 1.0" if may_be_partial else "only 1.0"
         raise InputError(f"partial_rotary_factor={partial} is not supported for {raw['model_type']}; {only} is")
-    return {
-        "partial_rotary_factor": partial,
-        "rope_theta": float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        "rope_scaling": _scaling(rope, raw),
-    }
-
-
-def _scaling(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
     original = (
         raw.get("original_max_position_embeddings")
         or rope.get("original_max_position_embeddings")
         or raw["max_position_embeddings"]
     )
+    scaling = _scaling(rope, raw, original)
+    return {
+        "partial_rotary_factor": partial,
+        "rope_theta": float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        "rope_scaling": scaling,
+        "max_positions": original if isinstance(scaling, LongScaling) else raw["max_position_embeddings"],
+    }
+
+
+def _scaling(rope: Mapping[str, Any], raw: Mapping[str, Any], original: int) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
     if kind == "linear":
         return LinearScaling(rope["factor"])
     if kind == "llama3":
@@ -136,9 +151,14 @@ def _scaling(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> RopeScaling | N
             truncate=rope.get("truncate", True),
             attention_factor=_yarn_attention_factor(rope, factor),
         )
+    if kind == "longrope":
+        factor = rope.get("factor") or raw["max_position_embeddings"] / original
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        given = rope.get("attention_factor")
+        return LongScaling(tuple(rope["short_factor"]), magnitude if given is None else float(given))
     raise InputError(
-        f"rope scaling of type {kind!r} is not supported for {raw['model_type']}, only default, linear, llama3 and "
-        "yarn are: frequencies must not depend on a sequence's length"
+        f"rope scaling of type {kind!r} is not supported for {raw['model_type']}, only default, linear, llama3, yarn "
+        "and longrope are: frequencies must not depend on a sequence's length"
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from dapo_mega.atomic_files import read_json_object
 from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
-from dapo_mega.models.families import ModelFamily, find_family, load_architecture, read_architecture
+from dapo_mega.models.families import ModelFamily, find_family, load_architecture, read_architecture, read_config
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec
 from dapo_mega.models.megatron_format.files import (
     MegatronCheckpoint,
@@ -65,7 +65,7 @@ def open_value_model(path: Path) -> StoredModel:
     family, arch = load_architecture(path)
     head = stored_value_head(path)
     value_arch = arch.with_value_head(has_bias=_HEAD_BIAS in head)
-    config = value_model_config(read_json_object(path / "config.json"), value_arch)
+    config = value_model_config(read_config(path), value_arch)
     if head:
         return StoredModel(family, value_arch, open_source(path, family, value_arch), config)
     return StoredModel(family, value_arch, _WithNewHead(open_source(path, family, arch), value_arch), config)
@@ -97,11 +97,11 @@ def value_model_config(config: Mapping[str, Any], arch: Architecture) -> dict[st
     Where transformers has no token classifier of the family, the file names the model without a head: its tensors have
     the same names, and the head is still in `score.weight`.
     """
-    prefix = "".join(part.capitalize() for part in arch.model_type.split("_"))
-    kind = "ForTokenClassification" if find_family(arch.model_type).has_token_classifier else "Model"
+    family = find_family(arch.model_type)
+    kind = "ForTokenClassification" if family.has_token_classifier else "Model"
     return {
         **config,
-        "architectures": [prefix + kind],
+        "architectures": [family.class_name + kind],
         "id2label": {"0": "value"},
         "label2id": {"value": 0},
         "classifier_dropout": 0.0,

@@ -45,7 +45,7 @@ LAYOUTS = {
     "tp2_sp": Case(2, TP2, DENSE),
     "tp2_experts_cut": Case(2, {**TP2, "expert_tensor": 2}, MIXTURES),
     "pp2": Case(2, {"pipeline": 2}),
-    "cp2": Case(2, {"context": 2}, ("qwen3", "llama, all biases, tied", "mistral")),
+    "cp2": Case(2, {"context": 2}, ("qwen3", "llama, all biases, tied", "mistral", "phi3")),
     "ep2": Case(2, {"expert": 2}, MIXTURES),
     "tp2_pp2": Case(4, {**TP2, "pipeline": 2}, DENSE),
     "tp2_pp2_bf16": Case(4, {**TP2, "pipeline": 2}, DENSE, "bf16"),

@@ -151,6 +151,30 @@ def make_glm4_moe_model(folder: Path, **changes: Any) -> Path:
     return save_random(Glm4MoeConfig(**{**sizes, **changes}), folder)
 
 
+def make_phi3_model(folder: Path, **changes: Any) -> Path:
+    """Phi-4-mini: three quarters of each head rotated, LongRoPE, a sliding window beyond all sequences."""
+    from transformers import Phi3Config
+
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.2, 1.5],
+        "long_factor": [2.0, 4.0, 8.0],
+        "original_max_position_embeddings": 128,
+    }
+    sizes = {**_SIZES, "hidden_size": 32, "rope_parameters": rope, "sliding_window": 128, "tie_word_embeddings": True}
+    positions = {"max_position_embeddings": 1024, "original_max_position_embeddings": 128}
+    return save_random(Phi3Config(**{**sizes, **positions, **changes}), folder)
+
+
+def make_smollm3_model(folder: Path, **changes: Any) -> Path:
+    """SmolLM3 with rotation in two of four layers."""
+    from transformers import SmolLM3Config
+
+    return save_random(SmolLM3Config(**{**_SIZES, "no_rope_layers": [1, 0, 1, 0], **changes}), folder)
+
+
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _MAGNITUDES = {"mscale": 0.8, "mscale_all_dim": 0.6}
 
@@ -199,6 +223,19 @@ FAMILY_MODELS: dict[str, Callable[[Path], Path]] = {
         routed_scaling_factor=2.5,
         first_k_dense_replace=2,
         rope_parameters={**_YARN, "partial_rotary_factor": 0.4},
+    ),
+    "phi3": make_phi3_model,
+    "phi3, whole heads, a window, untied, one key head": partial(
+        make_phi3_model, rope_parameters=None, sliding_window=7, tie_word_embeddings=False, num_key_value_heads=1
+    ),
+    "smollm3": make_smollm3_model,
+    "smollm3, all biases, untied, yarn": partial(
+        make_smollm3_model,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        no_rope_layers=[0, 1, 1, 1],
+        rope_parameters=_YARN,
     ),
 }
 """Makers of checkpoints of all model families, and of each switch that changes what a family's model computes."""

@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from dapo_mega.atomic_files import read_json_object
 from dapo_mega.engines.embedded.decoding import RowBatch, prompt_key, use_grouped_decode_attention
+from dapo_mega.models.families import language_config
 from dapo_mega.types import FinishReason, GenerationFailure, GenerationRequest, NamedTensors, Response, SamplingParams
 
 
@@ -39,7 +41,9 @@ class EmbeddedEngine:
         `load_weights`: `weight_version` is -1 before the first and after a failed one. At most `max_batch_rows`
         responses are decoded at once. `check_stop` is called before every token and may raise StopRequested."""
         if isinstance(config, str | Path):
-            config = AutoConfig.from_pretrained(config)
+            raw = read_json_object(Path(config) / "config.json")
+            language = language_config(raw)
+            config = AutoConfig.from_pretrained(config) if language is raw else AutoConfig.for_model(**language)
         layer_types = set(config.get_text_config().to_dict().get("layer_types") or ())
         if unsupported := layer_types - {"full_attention", "sliding_attention"}:
             raise ValueError(f"the embedded engine cannot cache layers of type {sorted(unsupported)}")

@@ -28,6 +28,8 @@ def described_model(internal_states: Any) -> Mapping[str, Any] | None:
 def model_difference(described: Mapping[str, Any] | None, arch: Architecture) -> str:
     """How the described model differs from the policy's; empty if it does not or if that is unknown (then the check of
     the engine's log-probs decides)."""
+    if described and "vision_config" in described:
+        return f"{OTHER_MODEL}: it is a vision model; start it with --model FOLDER, an export of its language model"
     kind = described.get("model_type") if described else None
     if described is None or not isinstance(kind, str) or kind not in families():
         return ""

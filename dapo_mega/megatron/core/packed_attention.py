@@ -131,6 +131,8 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         self.softmax_scale = softmax_scale
         self.window = config.window_size[0] + 1 if config.window_size else None
+        # One entry per layer of the whole model; layers are counted from 1.
+        self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
 
     def forward(
         self,
@@ -149,7 +151,7 @@ class PackedAttention(torch.nn.Module):
         if query.device.type == "cpu":
             # The CPU kernel is three to six times as slow in bfloat16 on sequences of some hundred tokens.
             query, key, value = query.float(), key.float(), value.float()
-        if packed_seq_params.rotary is not None:
+        if packed_seq_params.rotary is not None and self.rotates:
             query, key = (_Rotate.apply(tensor, *packed_seq_params.rotary) for tensor in (query, key))
         # torch's fused kernels need equal head sizes, so pad the values with zeros and cut the output.
         missing = query.shape[-1] - value.shape[-1]

@@ -51,6 +51,9 @@ def transformer_config(
         softmax_scale=arch.softmax_scale,
         # Megatron's window does not count the query's own key.
         window_size=(arch.sliding_window - 1, 0) if arch.sliding_window else None,
+        no_rope_freq=[int(layer in arch.unrotated_layers) for layer in range(arch.num_layers)]
+        if arch.unrotated_layers
+        else None,
         qk_layernorm=arch.qk_norm or arch.latent_attention is not None,
         hidden_dropout=0.0,
         attention_dropout=0.0,

@@ -5,12 +5,17 @@ import sys
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dapo_mega import models
+from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.errors import InputError
+from dapo_mega.megatron.model import transformer_config
 from dapo_mega.models import load_architecture
 from dapo_mega.models.families import families, find_family
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors, check_source
@@ -18,7 +23,7 @@ from dapo_mega.models.hf_shapes import hf_shape
 from dapo_mega.models.layouts import ShardRule
 from tests.distributed.tiny import FAMILY_MODELS
 
-DENSE = ["llama", "mistral", "qwen2", "qwen3"]
+DENSE = ["llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"]
 SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 4096,
@@ -29,6 +34,7 @@ SIZES = {
 OF_MIXTURES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+LONG = {"original_max_position_embeddings": 1024}
 
 
 def write_config(folder, model_type, **keys):
@@ -56,12 +62,14 @@ def test_keys_left_out_mean_what_they_mean_to_transformers(tmp_path, model_type,
     assert arch.norm_epsilon == config.rms_norm_eps
     assert arch.tied_embeddings == config.tie_word_embeddings
     assert arch.rope_theta == config.rope_parameters["rope_theta"]
-    assert arch.sliding_window == (config.sliding_window if model_type != "llama" else None)
+    assert arch.sliding_window == (None if model_type in ("llama", "smollm3") else config.sliding_window)
+    rotates = getattr(config, "no_rope_layers", [1, 1])
+    assert arch.unrotated_layers == {layer for layer in range(2) if not rotates[layer]}
     # Configuration classes keep keys that their models do not look at.
-    is_biased = bool(keys.get("attention_bias")) and model_type in ("llama", "qwen3", "qwen3_moe")
+    is_biased = bool(keys.get("attention_bias")) and model_type in ("llama", "qwen3", "qwen3_moe", "smollm3")
     assert arch.output_bias == is_biased
     assert arch.qkv_bias == (is_biased or model_type == "qwen2")
-    assert arch.mlp_bias == (bool(keys.get("mlp_bias")) and model_type == "llama")
+    assert arch.mlp_bias == (bool(keys.get("mlp_bias")) and model_type in ("llama", "smollm3"))
 
 
 @pytest.mark.parametrize("theta", [1e4, 5e5])
@@ -76,10 +84,16 @@ def test_keys_left_out_mean_what_they_mean_to_transformers(tmp_path, model_type,
         ("yarn", {"factor": 16.0}),
         ("yarn", {**YARN, "attention_factor": 1.25, "beta_fast": 20, "beta_slow": 2}),
         ("yarn", {**YARN, "truncate": False, "mscale": 0.8, "mscale_all_dim": 0.6}),
+        ("longrope", LONG),
+        ("longrope", {**LONG, "factor": 16.0}),
+        ("longrope", {**LONG, "attention_factor": 1.25}),
     ],
 )
 def test_scaled_frequencies_have_the_bits_of_transformers(tmp_path, theta, head_dim, kind, scaling):
     frequencies = []
+    if kind == "longrope":
+        factors = [1 + pair / 7 for pair in range(head_dim // 2)]
+        scaling = {**scaling, "short_factor": factors, "long_factor": factors[::-1]}
     styles = [
         {"rope_theta": theta, "rope_scaling": {"type": kind, **scaling}},
         {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **scaling}},
@@ -95,6 +109,26 @@ def test_scaled_frequencies_have_the_bits_of_transformers(tmp_path, theta, head_
         frequencies.append(arch.inverse_frequencies)
     assert torch.equal(frequencies[0], frequencies[1])
     assert torch.equal(frequencies[0], frequencies[2])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"), [("phi3", {"partial_rotary_factor": 0.75}), ("smollm3", {"no_rope_layers": [1, 0]})]
+)
+def test_megatron_finds_the_magnitude_of_a_rotation_that_leaves_something_out(tmp_path, model_type, keys):
+    scaling = {"rope_type": "yarn", "attention_factor": 1.19, **YARN}
+    arch = load_architecture(write_config(tmp_path, model_type, rope_scaling=scaling, **keys))[1]
+    assert (arch.softmax_scale, arch.rotary_magnitude) == (None, 1.19)
+    settings = (ModelConfig(path="m"), ParallelConfig(), ComputeConfig())
+    assert _yarn_get_concentration_factor_from_config(transformer_config(arch, *settings)) == pytest.approx(1.19)
+
+
+def test_longrope_serves_sequences_of_the_original_context_only(tmp_path):
+    keys = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
+    scaling = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    arch = load_architecture(write_config(tmp_path, "phi3", partial_rotary_factor=0.75, rope_scaling=scaling, **keys))[
+        1
+    ]
+    assert (arch.max_positions, arch.sliding_window, arch.rotated_dim) == (4096, None, 96)
 
 
 def test_a_context_length_outside_the_scaling_record_takes_precedence(tmp_path):
@@ -116,7 +150,7 @@ def test_a_context_length_outside_the_scaling_record_takes_precedence(tmp_path):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic' is not supported"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling of type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "lacks the key 'short_factor'"),
         ({"rope_scaling": {"type": "su"}}, "rope scaling of type 'su' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "lacks the key 'factor'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"by kind of layer \(full_attention\)"),
@@ -125,6 +159,21 @@ def test_a_context_length_outside_the_scaling_record_takes_precedence(tmp_path):
 def test_what_the_policy_does_not_compute_is_refused_by_name(tmp_path, keys, message):
     with pytest.raises(InputError, match=message):
         load_architecture(write_config(tmp_path, "qwen3", **keys))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "message"),
+    [
+        ("olmo2", {}, "nearest is llama, which lacks norms behind attention and MLP"),
+        ("gpt_oss", {}, "nearest is qwen3_moe, which lacks attention sinks"),
+        ("qwen2x", {"use_gate": True}, "nearest is qwen2, whose config.json does not have the keys use_gate;"),
+        ("xyz", {"num_experts": 4}, "nearest is qwen3_moe, .*the same keys: if it computes the same, set model_type"),
+    ],
+)
+def test_an_unknown_model_is_told_the_nearest_family_and_what_differs(tmp_path, model_type, keys, message):
+    with pytest.raises(InputError, match=f"'{model_type}' is not supported; {message}") as refused:
+        load_architecture(write_config(tmp_path, model_type, **keys))
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -178,6 +227,8 @@ def test_parameters_are_listed_once_and_only_where_the_model_has_them(tmp_path):
         ({"rope_parameters": {"rope_theta": float("nan")}}, r"rope_parameters\.rope_theta=nan"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn' is no JSON object"),
         ({"rope_scaling": {"type": "yarn", **YARN, "factor": -2}}, r"rope_scaling\.factor=-2"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0, "2"]}}, "is no list of numbers above 0"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor has 1 numbers for 128 rotated"),
         ({"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "is not below high_freq_factor"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is neither true nor false"),
         ({"attention_bias": 1.0}, "attention_bias=1.0 is neither"),
