@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dapo_mega import models
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.model import transformer_config
+from dapo_mega.megatron.core.settings import transformer_config
 from dapo_mega.models import load_architecture
 from dapo_mega.models.families import families, find_family
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors, check_source
