@@ -344,7 +344,7 @@ def _common_object(folder: Path) -> Any:
     for key, what, read in stored_objects(folder, read_metadata(folder)):
         if key.startswith(f"{COMMON_STATE}/"):
             return load_saved(io.BytesIO(read()), what)[0]
-    raise FileNotFoundError(f"and no file of the folder holds {COMMON_STATE}")
+    raise FileNotFoundError(f"there is none, nor {COMMON_STATE} in another file")
 
 
 def check_object(key: str, data: bytes, what: str) -> None:

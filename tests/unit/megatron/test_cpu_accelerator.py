@@ -22,7 +22,7 @@ def test_optimizers_for_gpus_are_not_taken_without_one(tmp_path, package):
     folder = tmp_path.joinpath(*package.split("."), "optimizers")
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("class FusedAdam: ...\nclass FusedSGD: ...\n")
-    paths = os.pathsep.join([str(REPOSITORY), str(tmp_path)])
+    paths = os.pathsep.join([str(REPOSITORY), str(tmp_path), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "torch", done.stderr

@@ -9,7 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.transformer import TransformerConfig, transformer_config
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, transformer_config
 
 from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
@@ -229,7 +229,10 @@ OF_FP8 = transformer(
     num_layers_at_start_in_bf16=0,
     num_layers_at_end_in_bf16=0,
 )
+# Newer versions of Megatron have one more.
+OF_NEWER = {"mla_down_proj_fusion": False} if hasattr(MLATransformerConfig, "mla_down_proj_fusion") else {}
 OF_LATENT = transformer(
+    **OF_NEWER,
     apply_rope_fusion=False,
     beta_fast=32,
     beta_slow=1,
