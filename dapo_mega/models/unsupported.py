@@ -29,7 +29,15 @@ _DIFFERENCES = {
     "qwen3_next": ("qwen3_moe", _DELTA),
 }
 # Keys of transformers 4, and those that say nothing about what is computed.
-_WITHOUT_MEANING = {"architectures", "auto_map", "model_type", "rope_scaling", "rope_theta", "torch_dtype"}
+_WITHOUT_MEANING = {
+    "architectures",
+    "auto_map",
+    "model_type",
+    "num_experts",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+}
 _MOST_KEYS = 6
 
 
