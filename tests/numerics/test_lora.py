@@ -8,14 +8,17 @@ from transformers import AutoModelForCausalLM
 from dapo_mega.batching.samples import single_turn
 from dapo_mega.checkpoints.hf_export import save_adapter, save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-from dapo_mega.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, WithoutAdapters
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.models.hf_checkpoint import HfCheckpoint
+from dapo_mega.planning.parameters import num_parameters, num_trained_parameters, stage_bytes
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.types import GenerationRequest, SamplingParams
+from tests.distributed.allocations import gradient_buffers, optimizer_bytes, storage_bytes
 from tests.distributed.test_lora import make_adapter
 from tests.distributed.three_updates import relative_error
 from tests.distributed.tiny import make_model, make_moe_model, make_qwen3_model, make_samples
@@ -193,3 +196,17 @@ def test_changed_adapters_take_effect_at_a_resume(tmp_path, processes):
         assert_alike(tensor - weight, (expected[name] - weight) / 2, name=name)
     losses = [resumed(dropout=share).update([TokenBatch(batch)], SupervisedLoss()) for share in (0.0, 0.5)]
     assert losses[0]["policy/loss"] != losses[1]["policy/loss"]
+
+
+@pytest.mark.parametrize("make", [make_qwen3_model, make_moe_model])
+def test_planned_bytes_are_those_that_megatron_allocates(tmp_path, processes, make):
+    model = make(tmp_path / "model")
+    policy = make_policy(model, processes, **SOME)
+    policy.update([TokenBatch(pack(make_samples(3)))], SupervisedLoss())
+    placement = RankLayout(policy.arch, ParallelConfig(), 1)
+    planned = stage_bytes(placement, 0, ModelConfig(path=str(model), dtype="fp32"), ComputeConfig(), LoraConfig(**SOME))
+    weights = storage_bytes(parameter for chunk in policy.chunks for parameter in chunk.parameters())
+    assert planned.parameters == pytest.approx(weights, rel=0.01)
+    assert planned.gradients == storage_bytes(buffer.grad_data for buffer in gradient_buffers(policy))
+    assert planned.optimizer == pytest.approx(optimizer_bytes(policy), rel=0.02)
+    assert num_trained_parameters(policy.arch, LoraConfig(**EVERY)) > num_parameters(policy.arch) / 100

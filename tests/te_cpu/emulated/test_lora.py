@@ -1,0 +1,43 @@
+"""Adapters beside Transformer Engine's layers learn what they learn beside the local ones."""
+
+import pytest
+import torch
+
+from dapo_mega.config import LoraConfig
+from tests.distributed.test_lora import make_adapter
+from tests.distributed.three_updates import learnt, relative_error, three_updates
+from tests.distributed.tiny import save_random
+
+pytestmark = pytest.mark.timeout(600)
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+}  # fmt: skip
+SP = {"tensor": 2, "sequence": True}
+
+
+def make(folder, kind):
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    if kind == "dense":
+        return save_random(Qwen3Config(**SIZES), folder)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
+    return save_random(Qwen3MoeConfig(**SIZES, **experts), folder, scale=0.08)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_adapters_learn_beside_transformer_engine_what_they_learn_beside_local_layers(tmp_path, kind):
+    model, lora = make(tmp_path / "model", kind), {"rank": 4, "alpha": 8.0}
+    lora["path"] = str(make_adapter(tmp_path / "adapter", model, LoraConfig(**lora)))
+    with_adapter = {"lora": lora, "budget": 512}
+    alone = {"local": {**with_adapter, "layers": "local"}, "one": with_adapter}
+    spread = {"parallel": {**SP, "expert": 2} if kind == "experts" else SP, **with_adapter}
+    results = three_updates(1, alone, dict.fromkeys(alone, model), tmp_path)
+    results |= three_updates(2, {"tp2": spread}, {"tp2": model}, tmp_path)
+    expected = results.pop("local")
+    for name, got in results.items():
+        frozen = [weight for weight, change in learnt(expected).items() if not bool(change.any())]
+        assert frozen
+        assert all(torch.equal(got["after"][weight], got["before"][weight]) for weight in frozen)
+        assert relative_error(learnt(got), learnt(expected)) < 1e-4, name
