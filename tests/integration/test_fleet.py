@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -14,25 +15,29 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 
+import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
 
 from dapo_mega.commands import evaluate as evaluate_command
+from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.engine_commands import Node, router_command, router_environment
 from dapo_mega.engines.sglang.registry import EngineRegistry
 from dapo_mega.engines.sglang.serving import ProcessGroup
 from dapo_mega.engines.sglang.weight_protocol import limited_group
 from dapo_mega.errors import FleetError
 from dapo_mega.megatron.processes import stop_processes
+from dapo_mega.samples.table import trajectory_of
 from dapo_mega.training import loop
 from dapo_mega.training.replay import replay
+from dapo_mega.types import sampled_rows
 from tests.distributed.launching import REPOSITORY, free_port, free_ports, kill, run_script, start_workers, wait_for
 
 from .conftest import one_engine
 from .fleet_runs import (
-    GROUP_SIZE,
     check_restarted_run,
     checked_records,
     deviation_after_update,
@@ -52,6 +57,7 @@ from .fleet_runs import (
 )
 from .runs import run_that_starts_again, steps_done
 from .sglang_servers import API_KEY, call, serving_engines, sglang_python, tiny_model
+from .soak import Soak
 from .test_benchmarks import FORMS, printed_by
 
 pytestmark = pytest.mark.integration
@@ -286,30 +292,38 @@ class Game:
 
     def step(self, action):
         is_right = sum(action["token_ids"]) % 2 == self.wanted
-        return {"reward": float(is_right), "correct": is_right, "text": "12", "done": action["turn"] == 1}
+        return {"reward": float(is_right), "correct": is_right, "text": "12", "done": action["turn"] == 2}
 """
 
 
-def test_turns_of_an_environment_agree_and_are_all_in_the_account(tmp_path, two_engines):
-    code = tmp_path / "game.py"
-    code.write_text(GAME)
-    values = fleet_values(
-        tmp_path,
-        two_engines,
-        rollout={"schedule": "asynchronous"},
-        weight_sync={"in_flight": "continue"},
-        environment={"kind": "function", "path": f"{code}:Game", "max_turn_tokens": 4},
-        algorithm={"dynamic_sampling_on": "unequal_scores"},
-    )
+def test_all_turns_agree_with_the_trainer_behind_prefixes_that_engines_keep(tmp_path, two_engines, monkeypatch):
+    (code := tmp_path / "game.py").write_text(GAME)
+    environment = {"kind": "function", "path": f"{code}:Game", "max_turn_tokens": 8}
+    values = fleet_values(tmp_path, two_engines, environment=environment)
+    values["algorithm"]["dynamic_sampling_on"] = "unequal_scores"
     values["reward"] = {"components": [{"kind": "environment"}]}
+    generate, kept = EngineClient.generate, {}
+
+    async def noted(client, payload, timeout_s):
+        answer = await generate(client, payload, timeout_s)
+        kept[np.array(payload["input_ids"], np.int32).tobytes()] = answer["meta_info"]["cached_tokens"]
+        return answer
+
+    monkeypatch.setattr(EngineClient, "generate", noted)
     with training_run_of(values) as training_run:
         records = train_to_the_end(training_run)
-    assert {record["rollout/turns_mean"] for record in records if "rollout/turns_mean" in record} == {2}
     assert max(record.get("rollout/logprob_abs_diff_max", 0) for record in records) < 1e-4
-    ends = [total(records, f"rollout/requests_{end}") for end in ("answered", "failed", "cancelled")]
-    assert total(records, "rollout/requests_submitted") == sum(ends) + records[-1]["rollout/requests_open"]
-    assert ends[1] == 0
-    assert ends[0] >= 2 * GROUP_SIZE * total(records, "groups/offered") > 0
+    assert {record["rollout/turns_mean"] for record in records if "rollout/turns_mean" in record} == {3}
+    assert all(f"rollout/logprob_abs_diff_mean_turn_{number}" in records[0] for number in (1, 2, 3))
+    is_kept = []
+    for row in pq.read_table(tmp_path / "run" / "samples").to_pylist():
+        trajectory = trajectory_of(row)
+        for before, turn in pairwise(trajectory.turns):
+            sampled = sampled_rows(trajectory.sampled, before.stop, turn.stop)
+            prompt = np.array([*row["prompt_ids"], *trajectory.token_ids[: sampled.start]], np.int32)
+            # All but the last token that was sampled, whose keys and values nobody needed.
+            is_kept.append(kept[prompt.tobytes()] >= len(row["prompt_ids"]) + before.stop - 1)
+    assert np.mean(is_kept) > 0.9
 
 
 @contextmanager
@@ -680,6 +694,12 @@ def test_evaluations_on_engines_that_sample_by_seeds_come_out_the_same(split_eng
         tokens[output] = table.select(["prompt_index", "sample", "token_ids", "engine_logprobs"]).to_pylist()
     assert tokens["whole"] == tokens["parts"]
     assert len({tuple(row["token_ids"]) for row in tokens["whole"] + tokens["other"]}) == 2 * 24
+
+
+@pytest.mark.parametrize(("kind", "victims"), [("function", ["worker", "engine"]), ("program", ["program"] * 3)])
+def test_killed_at_random_moments_a_run_in_turns_loses_and_changes_nothing(tmp_path, two_engines, kind, victims):
+    """The trainer is killed too. `python -m tests.integration.soak` does it for longer."""
+    Soak(tmp_path, two_engines, kind, random.Random(kind)).run(victims)
 
 
 def test_an_engine_killed_in_an_update_leaves_the_others_all_weights(tmp_path, two_engines):

@@ -7,14 +7,18 @@ import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from transformers import Qwen2Config
 
 from dapo_mega.commands import prepare
 from dapo_mega.config import RunConfig, load_config
+from dapo_mega.data.tokenizer import build_character_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.metrics import read_metrics
 from dapo_mega.planning.dry_run import print_dry_run
 from dapo_mega.training.run import run_training
+from tests.distributed.tiny import save_random
 
 from .runs import REPOSITORY
 
@@ -82,7 +86,7 @@ OWN = {
     "own_filter": "algorithm.dynamic_sampling_on",
     "own_order": "data.sampling.order",
 }
-COMPARED = ("policy/", "rollout/reward", "rollout/logprob", "buffer/", "reward/")
+COMPARED = ("policy/", "rollout/reward", "rollout/accuracy", "rollout/logprob", "buffer/", "reward/")
 
 
 def records_of(folder):
@@ -134,22 +138,33 @@ def test_a_run_with_code_of_its_own_resumes_exactly_and_with_other_code_only_whe
     run("parts", 6)
 
 
-def test_a_run_in_turns_learns_from_its_environment_and_resumes_exactly(commands, tmp_path):
+def test_a_run_in_turns_learns_to_read_what_it_observes_and_resumes_exactly(commands, tmp_path):
+    """Of three numbers in two turns no policy finds more than two without reading: 67 %. One that has learnt to read
+    finds all, and no more than these where its observations are hidden."""
     commands("own_environment")
     file = Path("configs") / "recipes" / "own_environment" / "run.yaml"
+    few = build_character_tokenizer("0123456789+-=\n")
+    few.save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    save_random(Qwen2Config(vocab_size=len(few), num_key_value_heads=2, **sizes, tie_word_embeddings=False,
+                            bos_token_id=2, eos_token_id=1, pad_token_id=0), tmp_path / "model")  # fmt: skip
 
-    def run(folder, num_steps):
-        changes = ["checkpoint={every: 4, save_hf_at_end: false}", f"output_dir={tmp_path / folder}"]
-        run_training(load_config(RunConfig, file, [*changes, f"num_steps={num_steps}", "evaluation.at_start=false"]))
+    def run(folder, num_steps, *more, blind="false"):
+        changes = [f"model.path={tmp_path / 'model'}", f"output_dir={tmp_path / folder}", f"num_steps={num_steps}"]
+        changes += [f"environment.settings={{largest: 2, blind: {blind}}}", "environment.max_turns=2"]
+        changes += ["evaluation={at_start: false, at_end: false}"]
+        changes += ["optimizer={learning_rate: 5.0e-3, warmup_steps: 0}", "algorithm.dynamic_sampling=false"]
+        run_training(
+            load_config(RunConfig, file, [*changes, "batch.generation_groups=16", "checkpoint.every=4", *more])
+        )
         return records_of(tmp_path / folder)
 
-    whole = run("whole", 8)
+    whole = run("whole", 32)
     # Engine and trainer compute the same on every turn: the rows are those that were asked.
     assert max(record["rollout/logprob_abs_diff_max"] for record in whole) < 1e-4
-    assert whole[-1]["rollout/reward_mean"] > whole[0]["rollout/reward_mean"] + 0.15
-    assert whole[-1]["reward/part_digits"] > whole[0]["reward/part_digits"] + 0.2
+    assert np.mean([record["rollout/accuracy_mean"] for record in whole[-4:]]) > 0.9
+    trained = [f"model.path={tmp_path / 'whole' / 'hf'}", "batch.groups_per_step=64", "batch.generation_groups=64"]
+    (hidden,) = run("hidden", 1, *trained, blind="true")
+    assert hidden["rollout/accuracy_mean"] < 0.8
     run("parts", 4)
-    assert run("parts", 8)[:8] == whole
-    evaluation = read_metrics(tmp_path / "whole" / "metrics.jsonl")[-1]
-    assert evaluation["evaluation/reward_mean"] > -0.4
-    assert evaluation["evaluation/response_length_mean"] > 1.1
+    assert run("parts", 8) == whole[:8]
