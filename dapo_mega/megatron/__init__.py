@@ -1,2 +1,2 @@
-"""The policy on Megatron-Core: model, losses, updates, gathering. Besides `checkpoints` and `conversion`, only this
-room imports Megatron-Core."""
+"""The policy on Megatron-Core: model, losses, updates, gathering. Only its
+`core` imports Megatron-Core."""

@@ -16,12 +16,11 @@ from dapo_mega.megatron.core.repairs import cpu_accelerator
 
 cpu_accelerator.install()
 
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-
 from dapo_mega.commands import sft as train_sft  # noqa: E402
 from dapo_mega.commands import train as train_dapo  # noqa: E402
 from dapo_mega.errors import StopRequested  # noqa: E402
+from dapo_mega.megatron.core.checkpoint_files import dist_checkpointing  # noqa: E402
+from dapo_mega.megatron.core.decoder import PackedStage  # noqa: E402
 from dapo_mega.training import loop as trainer  # noqa: E402
 from dapo_mega.training.lifecycle import Saving  # noqa: E402
 from dapo_mega.training.peers import POLL_S  # noqa: E402
@@ -98,10 +97,10 @@ if __name__ == "__main__":
             wait_after(4)
         case "stops after step 7", "1":
             stop_in("finish_saving", 7)
-        case "common.pt", "0":
-            TorchCommonSaveStrategy.save_common = full_disk
+        case "saving", "0":
+            dist_checkpointing.save = full_disk
         case "forward pass", "1":
-            GPTModel.forward = fault
+            PackedStage.forward = fault
         case "after an update", "1":
             stop_in("update", 3)
         case "in the last evaluation", "0":

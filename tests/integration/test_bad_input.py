@@ -179,7 +179,7 @@ def test_under_torchrun_the_line_comes_last_and_the_status_is_kept(task):
 @pytest.mark.parametrize(
     ("failure", "message", "exit_status"),
     [
-        ("common.pt", "cannot write the checkpoint step_00000002.*No space left on device.*earlier checkpoints", 2),
+        ("saving", "cannot write the checkpoint step_00000002.*No space left on device.*earlier checkpoints", 2),
         ("forward pass", "ArithmeticError: the first line; see the traceback", 1),
     ],
 )

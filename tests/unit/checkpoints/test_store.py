@@ -1,6 +1,7 @@
 """A checkpoint holds the whole policy, and Megatron never reaches CUDA on the way."""
 
 import json
+import pickle
 import sys
 import threading
 
@@ -11,6 +12,9 @@ from megatron.core.dist_checkpointing import load_plain_tensors
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import BytesStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten
@@ -24,6 +28,7 @@ from dapo_mega.megatron.core.repairs import background_writing
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
+from dapo_mega.models.megatron_format.pickles import read_common, read_metadata
 from tests.distributed.tiny import make_model, make_samples
 
 
@@ -96,6 +101,32 @@ def test_a_restored_policy_continues_bit_for_bit(model, processes, tmp_path, dty
     assert [update(second, seed) for seed in (3, 4, 5)] == expected
     assert (loaded.step, loaded.values["collector"]) == (2, {"position": 7})
     assert loaded.arrays["buffer/token_ids"].tolist() == [0, 1, 2, 3, 4]
+
+
+def move_common_values(folder):
+    """To where another version of Megatron has them: a file of their own until 0.18, since 0.19 a `.distcp` file."""
+    common, file = read_common(folder), folder / "common.pt"
+    if not file.exists():
+        torch.save(common, file)
+        return
+    file.unlink()
+    metadata, key = read_metadata(folder), "common_state/shard_0_1"
+    torch.save([common], folder / "__9_0.distcp")
+    metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    size = (folder / "__9_0.distcp").stat().st_size
+    metadata.storage_data[MetadataIndex(key)] = _StorageInfo("__9_0.distcp", 0, size)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_checkpoint_of_another_version_of_megatron_continues_bit_for_bit(model, processes, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    first, second = policy(model, processes), policy(model, processes)
+    update(first, 1)
+    store.save(first, state(1), 1)
+    folder = store.latest()
+    move_common_values(folder)
+    store.load(second, folder)
+    assert [update(second, seed) for seed in (2, 3)] == [update(first, seed) for seed in (2, 3)]
 
 
 # The optimizer's keys -> changed values, with the learning rate of the next update, the third, if it changes.
