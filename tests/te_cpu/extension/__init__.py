@@ -28,6 +28,7 @@ from .enums import DType
 from .quantization import (
     BLOCK,
     TORCH_TYPES,
+    create_empty_quantized_tensor,  # noqa: F401
     dequantize,  # noqa: F401
     is_block_scaled,
     is_quantized,
