@@ -133,6 +133,11 @@ def fp8_transpose(data: Tensor, dtype: DType, *, out: Tensor | None = None) -> T
     return out.copy_(result)
 
 
+def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
+    swapped = tensor.transpose(0, 1)
+    return swapped.contiguous() if out is None else out.copy_(swapped)
+
+
 def compute_amax(tensor: Tensor, amax: Tensor) -> None:
     amax.copy_(tensor.abs().max())
 
