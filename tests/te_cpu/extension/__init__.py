@@ -28,6 +28,7 @@ from .enums import DType
 from .quantization import (
     BLOCK,
     TORCH_TYPES,
+    create_empty_quantized_tensor,  # noqa: F401
     dequantize,  # noqa: F401
     is_block_scaled,
     is_quantized,
@@ -130,6 +131,11 @@ def fp8_transpose(data: Tensor, dtype: DType, *, out: Tensor | None = None) -> T
     if out is None:
         return result
     return out.copy_(result)
+
+
+def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
+    swapped = tensor.transpose(0, 1)
+    return swapped.contiguous() if out is None else out.copy_(swapped)
 
 
 def compute_amax(tensor: Tensor, amax: Tensor) -> None:

@@ -8,6 +8,7 @@ conversion to float8. Only a device's fused kernels may see a float32 value wher
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
         return tensor
     tensor = tensor.contiguous()
     if output is None:
-        output = _empty(quantizer, tensor.shape, tensor.dtype, tensor.device)
+        output = create_empty_quantized_tensor(quantizer, tensor.shape, tensor.dtype, tensor.device)
     elif noop is not None and float(noop) == 1.0:
         return output
     kind = type(quantizer).__name__
@@ -106,7 +107,10 @@ def _set(output: Any, name: str, data: Tensor | None) -> None:
         setattr(output, name, data)
 
 
-def _empty(quantizer: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False
+) -> Any:
+    """A tensor of this shape whose values are to be written."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import (
