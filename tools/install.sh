@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sourced by the other scripts: puts $PYTHON on an environment that has the package and what it needs.
 # Uses the active virtual environment, or makes .venv in the project folder. Installs only what is missing.
-#   TORCH=torch==2.14.1   the torch to install when there is none (install your CUDA build yourself beforehand)
+#   TORCH=torch==2.14.1   the torch to install when there is none (install your CUDA build yourself beforehand);
+#                         on Python 3.11 it is 2.13.0, which Megatron-Core 0.16 is tested with
 #   PYTHON_BASE=python3   the interpreter that makes .venv
 set -euo pipefail
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -27,7 +28,8 @@ wanted="$project $(cksum < "$project/setup.py")"
 installed="$(cat "$stamp" 2>/dev/null || true)"
 if [ "$installed" != "$wanted$extras" ] && [ "$installed" != "$wanted[dev]" ]; then
     echo "installing into $("$PYTHON" -c 'import sys; print(sys.prefix)') (a few minutes the first time)"
-    "$PYTHON" -c 'import torch' 2>/dev/null || "$PYTHON" -m pip install --quiet "${TORCH:-torch==2.14.1}"
+    torch=$("$PYTHON" -c 'import sys; print("torch==2.14.1" if sys.version_info >= (3, 12) else "torch==2.13.0")')
+    "$PYTHON" -c 'import torch' 2>/dev/null || "$PYTHON" -m pip install --quiet "${TORCH:-$torch}"
     # Without the constraint pip may swap torch for another build while it resolves the rest.
     constraints=$(mktemp)
     "$PYTHON" -W ignore -c 'import torch; print("torch==" + torch.__version__.split("+")[0])' > "$constraints"

@@ -4,7 +4,7 @@
 # An engine then takes 1.7 GB of memory beside the model and its cache, and about 30 s to start on idle cores.
 # On a machine with GPUs install SGLang as its own documentation says, in an environment of its own, and then there, in
 # the project folder, what this script does at its end: pip install --no-deps --editable .
-#   TORCH=torch==2.14.1   the torch to install, of the version that this SGLang is made for
+#   TORCH=torch==2.13.0   the torch to install, of the version that this SGLang is made for
 #   PYTHON_BASE=python3   the interpreter that makes the environment
 set -euo pipefail
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -25,7 +25,7 @@ install() {
 
 echo "installing SGLang into $folder (a few minutes)"
 [ -x "$python" ] || "${PYTHON_BASE:-python3}" -m venv "$folder"
-install "${TORCH:-torch==2.14.1}"
+install "${TORCH:-torch==2.13.0}"
 install --requirement "$parts/requirements.txt"
 install --no-deps --requirement "$parts/without-dependencies.txt"
 # For --router only, so engines are installed also where it cannot be had.
