@@ -73,7 +73,11 @@ class Turns(InTurnsEnvironment):
         retries = self._own.retries
         while True:
             life = _Life(
-                self._pool, self._counts, task_of(prompt), seed_of_group(request.seed >> 64, prompt.index), retries
+                self._pool,
+                lambda: self._counts,
+                task_of(prompt),
+                seed_of_group(request.seed >> 64, prompt.index),
+                retries,
             )
             try:
                 return await self._played(life, prompt, request, generate, progress)
@@ -151,11 +155,13 @@ class Turns(InTurnsEnvironment):
 
 class _Life:
     """The environment of one trajectory, made again where it failed. `observations` are what it returned, `action_of`
-    is what it was told of a turn."""
+    is what it was told of a turn, and `counts` gives those of the present step, of which it may see several."""
 
     action_of: Callable[[int], dict[str, Any]]
 
-    def __init__(self, pool: EnvironmentPool, counts: Counts, task: Mapping[str, Any], seed: int, retries: int) -> None:
+    def __init__(
+        self, pool: EnvironmentPool, counts: Callable[[], Counts], task: Mapping[str, Any], seed: int, retries: int
+    ) -> None:
         self._pool = pool
         self._counts = counts
         self.task = task
@@ -178,10 +184,10 @@ class _Life:
                 if not self.retries:
                     raise
                 self.retries -= 1
-                self._counts.events["retries"] += 1
+                self._counts().events["retries"] += 1
             finally:
-                self._counts.events["calls"] += 1
-                self._counts.call_s += time.monotonic() - begin
+                self._counts().events["calls"] += 1
+                self._counts().call_s += time.monotonic() - begin
         self.observations.append(returned)
         self.snapshot = snapshot
         return observation
@@ -190,7 +196,7 @@ class _Life:
         if self._live:
             return self._live
         live = self._live = await self._pool.open()
-        self._counts.events["replays"] += bool(self.observations)
+        self._counts().events["replays"] += bool(self.observations)
         if self.snapshot:
             await live.restore(self.snapshot)
             return live

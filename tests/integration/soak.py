@@ -148,6 +148,7 @@ class Soak:
                          "trajectories_cancelled", "retries", "replays", "differing")
         }  # fmt: skip
         assert sums["differing"] == 0
+        assert sums["retries"] or self.killed["worker"] + self.killed["program"] < 3
         print(f"{num_steps} steps, killed {dict(self.killed)}, {sums}, "
               f"{ {turn: (len(of), max(of)) for turn, of in differences.items()} }")  # fmt: skip
 

@@ -237,13 +237,20 @@ def test_an_environment_that_fails_is_brought_to_the_same_state_and_goes_on(turn
     log = tmp_path / "log"
     limit = {"time_limit_s": 2} if fault == "hang" else {}
     environment = turns(name, **limit, settings={"stop_at": 3, "log": str(log), "fault": fault, "times": 5})
-    trajectory, requests = run(environment, request())
-    metrics = environment.pop_metrics()
+    answer, requests = answered()
+    counts = Counter()
+
+    async def generate(of_turn):  # Each in a step of its own.
+        counts.update(environment.pop_metrics())
+        return await answer(of_turn)
+
+    trajectory = asyncio.run(environment.run(PROMPT, request(), generate, Progress()))
+    counts.update(environment.pop_metrics())
     environment.close()
     undisturbed, _ = run(turns(name, settings={"stop_at": 3}), request())
     assert same(trajectory, undisturbed)
     assert len(requests) == 3
-    assert (metrics["environment/retries"], metrics["environment/replays"]) == (1, 1)
+    assert (counts["environment/retries"], counts["environment/replays"]) == (1, 1)
     done = [entry[0] for entry in entries(log) if entry[0] not in ("fail", "close")]
     again = ["restore"] if name == "Saved" else ["reset", "step"]
     assert done == ["reset", "step", "step", *again, "step", "step"]
