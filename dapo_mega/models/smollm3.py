@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily
 from dapo_mega.models.hf_sizes import common_sizes
@@ -24,6 +25,10 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
     interval = raw.get("no_rope_layer_interval", 4)
     listed = raw.get("no_rope_layers")
     rotates = [(layer + 1) % interval for layer in layers] if listed is None else listed
+    if len(rotates) < len(layers):
+        raise InputError(
+            f"config.json lists {len(rotates)} no_rope_layers for {len(layers)} layers; list a 1 or 0 for each of them"
+        )
     biased = bool(raw.get("attention_bias", False))
     return Architecture(
         **sizes,

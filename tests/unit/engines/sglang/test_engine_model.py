@@ -20,4 +20,6 @@ def test_a_model_as_an_engine_describes_it_is_that_of_its_folder(tmp_path, monke
     described = AutoConfig.from_pretrained(tmp_path).to_dict() | {"quantization_config": {"quant_method": "fp8"}}
     told = described_model([{}, {MODEL_FIELD: json.dumps(described, default=str)}])
     assert model_difference(told, arch) == ""
-    assert "num_layers is 9 instead of" in model_difference({**told, "num_hidden_layers": 9}, arch)
+    assert "num_layers is 9 instead of" in model_difference(
+        {**told, "num_hidden_layers": 9, "no_rope_layers": None}, arch
+    )
