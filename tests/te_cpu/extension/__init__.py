@@ -117,7 +117,9 @@ def multi_tensor_quantize(tensors: list[Tensor], quantizers: list[Any]) -> list[
     return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensors, quantizers, strict=True)]
 
 
-def split_quantize(tensor: Tensor, sections: list[int], quantizers: list[Any]) -> list[Any]:
+def split_quantize(
+    tensor: Tensor, sections: list[int], quantizers: list[Any], *, disable_bulk_allocation: bool = False
+) -> list[Any]:
     assert sum(sections) == tensor.shape[0], f"sections {sections} of {tuple(tensor.shape)}"
     return multi_tensor_quantize(list(tensor.split(sections)), quantizers)
 

@@ -3,6 +3,8 @@ pieces of every packed sequence, here called its halves; steps of the ring see b
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,21 +42,24 @@ def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool, seco
     return result
 
 
-def thd_out_correction(
-    out: Tensor,
-    out_per_step: Tensor,
-    lse: Tensor,
-    lse_per_step: Tensor,
-    cu_seqlens: Tensor,
-    only_second_half: bool,
-    packed: bool,
-) -> None:
+def thd_out_correction(out: Tensor, out_per_step: Tensor, *others: Any) -> None:
+    """Adds a step's output by its share of the whole. From 2.20 on `out` is the whole of the steps before this one, made
+    smaller by its own share, and their sum comes first among the others; before, it is the sum of shares."""
+    *before, lse, lse_per_step, cu_seqlens, only_second_half, packed = others
     if not packed:
         raise NotImplementedError("transformer_engine_torch.thd_out_correction of unpacked sums")
     tokens = _half(cu_seqlens, 1) if only_second_half else torch.arange(int(cu_seqlens[-1]))
-    shares = (lse_per_step[:, : len(tokens)] - lse[:, tokens]).exp().t().unsqueeze(-1)
     step = out_per_step.view(-1, *out.shape[1:])[: len(tokens)]
-    out[tokens] += (step.float() * shares).to(out.dtype)
+    corrected = out[tokens].float()
+    for earlier in before:
+        corrected = corrected * _share(earlier[:, tokens], lse[:, tokens])
+    corrected += step.float() * _share(lse_per_step[:, : len(tokens)], lse[:, tokens])
+    out[tokens] = corrected.to(out.dtype)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """[tokens, heads, 1] of logarithms [heads, tokens]."""
+    return (part - whole).exp().t().unsqueeze(-1)
 
 
 def thd_grad_correction(
