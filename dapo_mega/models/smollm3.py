@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily
 from dapo_mega.models.hf_sizes import common_sizes
@@ -24,6 +25,8 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
     interval = raw.get("no_rope_layer_interval", 4)
     listed = raw.get("no_rope_layers")
     rotates = [(layer + 1) % interval for layer in layers] if listed is None else listed
+    if len(rotates) < len(layers):
+        raise InputError(f"no_rope_layers has {len(rotates)} numbers for {len(layers)} layers; correct it")
     biased = bool(raw.get("attention_bias", False))
     return Architecture(
         **sizes,
