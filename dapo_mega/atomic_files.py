@@ -102,8 +102,9 @@ def checksum(file: Path) -> int:
     return value
 
 
-def check_regular(file: Path) -> None:
-    """Raises InputError for a file on which opening or reading would hang or fail with a misleading error.
+def check_regular(file: Path, remedy: str = "copy the checkpoint again") -> None:
+    """Raises InputError for a file on which opening or reading would hang or fail with a misleading error; `remedy` is
+    what helps if it is missing.
 
     Links are followed: the files of a Hugging Face cache are links.
     """
@@ -111,7 +112,7 @@ def check_regular(file: Path) -> None:
         mode = file.stat().st_mode
     except FileNotFoundError:
         what = "is a link to a file that does not exist" if file.is_symlink() else "is missing"
-        raise InputError(f"{file} {what}; copy the checkpoint again") from None
+        raise InputError(f"{file} {what}; {remedy}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read ({_reason(error)}); correct the path or its permissions") from error
     kind = _SPECIAL.get(stat.S_IFMT(mode))
@@ -167,6 +168,7 @@ def parse_json(content: str | bytes) -> Any:
 
 def read_json_object(file: Path, remedy: str = "copy the checkpoint again") -> dict[str, Any]:
     """The JSON object in a file. Raises InputError with the file's name and the remedy for any other content."""
+    check_regular(file, remedy)
     try:
         found = parse_json(open_regular(file))
     except InputError:

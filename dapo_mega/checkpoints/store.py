@@ -172,6 +172,12 @@ class CheckpointStore(CheckpointFolders):
                 )
             _check_optimizers(critic, path, "num_critic_optimizers")
         saved = read_metadata(path).state_dict_metadata.keys()
+        has_adapters = any(".lora." in key for key in saved)
+        if has_adapters != bool(policy.lora):
+            raise InputError(
+                f"checkpoint {path} is of a run with{'' if has_adapters else 'out'} lora, unlike this one; resume with "
+                f"the section lora as it was, or start a run in another output_dir with its export as model.path"
+            )
         if policy.lora and (left_out := policy.lora.left_out(saved)):
             raise InputError(
                 f"checkpoint {path} holds adapters that lora.targets={list(policy.lora.config.targets)} leaves out "
@@ -191,7 +197,8 @@ class CheckpointStore(CheckpointFolders):
         except (*CHECKPOINT_ERRORS, OSError, ValueError, KeyError) as error:
             raise InputError(
                 f"checkpoint {path} cannot be loaded into this model ({_one_line(error)}); resume with the model.path "
-                f"the run was started with, remove the folder if it is damaged, or give another output_dir"
+                f"{'and the section lora ' * bool(policy.lora)}the run was started with, remove the folder if it is "
+                f"damaged, or give another output_dir"
             ) from error
         _restore(policy, loaded)
         if critic:

@@ -24,6 +24,7 @@ from dapo_mega.megatron.weights import ChunkLayout, fill_parameters, local_param
 from dapo_mega.models import ShardRule, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_shapes import hf_shape
+from dapo_mega.models.layouts import GATED
 from dapo_mega.models.peft_adapters import (
     AdapterSource,
     NewAdapter,
@@ -130,7 +131,7 @@ class Lora:
                 None if placed.layout is ShardRule.REPLICATED else int(placed.layout is ShardRule.ROW),
                 (rank, size),
                 is_expert=placed.expert is not None,
-                in_halves=placed.layout is ShardRule.GATE_UP,
+                in_halves=placed.layout in GATED,
             )
         return state
 

@@ -30,7 +30,7 @@ _COUNTS = {
     "num_experts_per_tok": (1, _MOST_EXPERTS),
     "moe_intermediate_size": (1, 2**26),
     "shared_expert_intermediate_size": (0, 2**26),
-    "n_shared_experts": (0, _MOST_EXPERTS),
+    "n_shared_experts": (1, _MOST_EXPERTS),
     "n_group": (0, _MOST_EXPERTS),
     "topk_group": (0, _MOST_EXPERTS),
     "first_k_dense_replace": (0, _MOST_LAYERS),

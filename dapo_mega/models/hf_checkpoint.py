@@ -148,8 +148,14 @@ def _language_names(stored: Collection[str]) -> dict[str, str]:
     """The stored name of each tensor by the name it goes by here."""
     if not any(map(_VISION.match, stored)):
         return {name: name for name in stored}
-    names = {_HEAD.sub("", _LANGUAGE.sub("model.", name)): name for name in stored}
-    return {name: old for name, old in names.items() if name.startswith(_OF_LANGUAGE)}
+    names: dict[str, str] = {}
+    for old in stored:
+        name = _HEAD.sub("", _LANGUAGE.sub("model.", old))
+        if name.startswith(_OF_LANGUAGE) and (other := names.setdefault(name, old)) != old:
+            raise InputError(
+                f"the vision model stores {name} twice, as {other} and {old}; remove the wrong one of them"
+            )
+    return names
 
 
 def _read_index(path: Path) -> dict[str, str]:

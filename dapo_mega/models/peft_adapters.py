@@ -29,6 +29,8 @@ from dapo_mega.models.megatron_format.files import ADAPTER_CONFIG_FILE
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
+# Of embeddings, the output layer, norms and routers.
+_NOT_LINEAR = (ShardRule.REPLICATED, ShardRule.VOCAB)
 _WEIGHT = re.compile(r"\.weight(\d*)$")
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 # What peft's configuration may hold that changes what an adapter computes, with the values that it has without.
@@ -87,8 +89,7 @@ def adapted(tensors: Iterable[PlacedTensor], targets: Collection[str]) -> list[A
     """Those of the weights that have adapters."""
     found = []
     for placed in tensors:
-        can_be = placed.layout in (ShardRule.COLUMN, ShardRule.ROW, ShardRule.QKV, ShardRule.GATE_UP)
-        if can_be and placed.hf[0].endswith(".weight"):
+        if placed.layout not in _NOT_LINEAR and placed.hf[0].endswith(".weight"):
             parts = tuple(i for i, name in enumerate(placed.hf) if _is_target(name, targets))
             found += [AdaptedWeight(placed, parts)] if parts else []
     return found

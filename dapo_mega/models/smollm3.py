@@ -26,9 +26,7 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
     listed = raw.get("no_rope_layers")
     rotates = [(layer + 1) % interval for layer in layers] if listed is None else listed
     if len(rotates) < len(layers):
-        raise InputError(
-            f"config.json lists {len(rotates)} no_rope_layers for {len(layers)} layers; list a 1 or 0 for each of them"
-        )
+        raise InputError(f"no_rope_layers has {len(rotates)} numbers for {len(layers)} layers; correct it")
     biased = bool(raw.get("attention_bias", False))
     return Architecture(
         **sizes,

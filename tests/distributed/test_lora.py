@@ -11,7 +11,7 @@ from dapo_mega.models.peft_adapters import factor_shape, trained_names, write_ad
 
 from .test_parallel_parity import assert_learns_the_same, only
 from .three_updates import learnt, three_updates
-from .tiny import make_moe_model, make_qwen2_moe_model, make_qwen3_model
+from .tiny import make_moe_model, make_phi3_model, make_qwen2_moe_model, make_qwen3_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -43,6 +43,11 @@ EXPERTS = {
 }
 # One key head, which two processes cut, and targets that leave out parts of layers.
 PARTS = {1: {"one": {}}, 2: {"tp2": {"parallel": {"tensor": 2}}, "tp2_sp": {"parallel": SP}}}
+# One tensor of q, k, v, and one of gate and up, that processes cut in parts.
+FUSED = {
+    1: {"one": {"save_after": 1}},
+    2: {"tp2": {"parallel": {"tensor": 2}}, "tp2_from_one": {"parallel": {"tensor": 2}, "resume": "one"}},
+}
 SHARED = {1: {"one": {}}, 2: {"tp2_ep2": {"parallel": {**SP, "expert": 2}}}}
 DROPOUT = {
     1: {"one": {}, "none": {"dropout": 0.0}, "recompute": {"compute": FULL}},
@@ -91,6 +96,7 @@ def results(tmp_path_factory):
         "dense": run_table(DENSE, biased, folder / "of_dense", **every),
         "experts": run_table(EXPERTS, experts, folder / "of_experts", **every),
         "parts": run_table(PARTS, one_key_head, folder / "of_parts", **every, targets=("q_proj", "v_proj", "up_proj")),
+        "fused": run_table(FUSED, make_phi3_model(folder / "fused"), folder / "of_fused", **every),
         "shared": run_table(SHARED, shared, folder / "of_shared", **every),
         "dropout": run_table(DROPOUT, biased, folder / "of_dropout", dropout=0.3, **every),
     }
@@ -98,7 +104,7 @@ def results(tmp_path_factory):
 
 CASES = [
     (kind, name)
-    for kind, table in {"dense": DENSE, "experts": EXPERTS, "parts": PARTS, "shared": SHARED}.items()
+    for kind, table in {"dense": DENSE, "experts": EXPERTS, "parts": PARTS, "fused": FUSED, "shared": SHARED}.items()
     for cases in table.values()
     for name in cases
 ]

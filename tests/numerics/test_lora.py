@@ -1,5 +1,7 @@
 """Adapters compute what peft computes, their gradients are those of float64, and engines get them merged."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,7 @@ from dapo_mega.types import GenerationRequest, SamplingParams
 from tests.distributed.allocations import gradient_buffers, optimizer_bytes, storage_bytes
 from tests.distributed.test_lora import make_adapter
 from tests.distributed.three_updates import relative_error
-from tests.distributed.tiny import make_model, make_moe_model, make_qwen3_model, make_samples
+from tests.distributed.tiny import make_model, make_moe_model, make_phi3_model, make_qwen3_model, make_samples
 
 from .closeness import assert_alike
 from .test_policy_against_transformers import pack, transformers_logprobs
@@ -38,6 +40,10 @@ def processes():
 
 
 def make_policy(model, processes, path=None, **lora):
+    return without_adapters(model, processes, lora=LoraConfig(**lora, path=str(path) if path else None))
+
+
+def without_adapters(model, processes, **settings):
     return MegatronPolicy(
         ModelConfig(path=str(model), dtype="fp32"),
         ParallelConfig(),
@@ -46,7 +52,7 @@ def make_policy(model, processes, path=None, **lora):
         temperature=1.0,
         updates_per_step=1,
         num_steps=4,
-        lora=LoraConfig(**lora, path=str(path) if path else None),
+        **settings,
     )
 
 
@@ -118,7 +124,7 @@ def test_the_first_model_is_that_without_adapters_and_stays_the_reference(tmp_pa
     assert float((policy.score([batch])[0].logprobs - expected.logprobs).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("make", [make_qwen3_model, make_moe_model])
+@pytest.mark.parametrize("make", [make_qwen3_model, make_phi3_model, make_moe_model])
 def test_an_engine_that_gets_merged_weights_agrees_with_the_policy(tmp_path, processes, make):
     model = make(tmp_path / "model")
     policy = make_policy(model, processes, make_adapter(tmp_path / "adapter", model, LoraConfig(**EVERY)), **EVERY)
@@ -132,10 +138,13 @@ def test_an_engine_that_gets_merged_weights_agrees_with_the_policy(tmp_path, pro
     assert_alike(scores, torch.from_numpy(np.concatenate([answer.logprobs for answer in answers])))
 
 
-@pytest.mark.parametrize("lora", [EVERY, SOME])
-def test_an_adapter_goes_to_peft_and_back(tmp_path, processes, lora):
+@pytest.mark.parametrize(
+    ("make", "lora"),
+    [(partial(make_qwen3_model, attention_bias=True), EVERY), (make_qwen3_model, SOME), (make_phi3_model, EVERY)],
+)
+def test_an_adapter_goes_to_peft_and_back(tmp_path, processes, make, lora):
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    model = make_qwen3_model(tmp_path / "model", attention_bias=True)
+    model = make(tmp_path / "model")
     adapter = make_adapter(tmp_path / "adapter", model, LoraConfig(**lora))
     policy = make_policy(model, processes, adapter, **lora)
     samples = make_samples(6, all_in_loss=True)
@@ -180,7 +189,7 @@ def test_changed_adapters_take_effect_at_a_resume(tmp_path, processes):
         return again
 
     for changes, said in (
-        ({"rank": 2}, "shape mismatch"),
+        ({"rank": 2}, "shape mismatch.*resume with the model.path and the section lora the run was started with"),
         ({"targets": (*SOME["targets"], "o_proj")}, "linear_proj.lora"),
         (
             {"targets": ("q_proj", "v_proj")},
@@ -189,6 +198,8 @@ def test_changed_adapters_take_effect_at_a_resume(tmp_path, processes):
     ):
         with pytest.raises(InputError, match=said):
             resumed(**changes)
+    with pytest.raises(InputError, match="is of a run with lora, unlike this one; resume with the section lora"):
+        store.load(without_adapters(model, processes), store.latest())
     batch = pack(make_samples(6, all_in_loss=True))
     base, expected = HfCheckpoint(model), dict(pair for bucket in policy.weights(1 << 20) for pair in bucket)
     for name, tensor in (pair for bucket in resumed(alpha=4.0).weights(1 << 20) for pair in bucket):

@@ -253,9 +253,11 @@ def test_values_that_no_model_has_are_refused_with_the_file(tmp_path, keys, mess
         ("deepseek_v3", {"first_k_dense_replace": 10**9}, "first_k_dense_replace=1000000000"),
         ("deepseek_v3", {"routed_scaling_factor": -1}, "routed_scaling_factor=-1"),
         ("deepseek_v3", {"kv_lora_rank": "512"}, "kv_lora_rank='512'"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts=0 is not a whole number from 1"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 numbers for 2 layers; correct it"),
     ],
 )
-def test_mixtures_that_no_model_has_are_refused(tmp_path, model_type, keys, message):
+def test_values_that_no_model_of_a_family_has_are_refused(tmp_path, model_type, keys, message):
     extra = OF_MIXTURES if model_type == "qwen3_moe" else {}
     with pytest.raises(InputError, match=rf"config\.json: .*{message}"):
         load_architecture(write_config(tmp_path, model_type, **{**extra, **keys}))

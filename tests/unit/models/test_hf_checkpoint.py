@@ -47,6 +47,14 @@ def test_a_missing_and_an_additional_tensor_are_named_together(model):
         check(model)
 
 
+def test_a_language_model_under_two_names_is_refused(model):
+    change(model, model__language_model__norm__weight=torch.zeros(48))
+    with pytest.raises(
+        InputError, match=r"stores model\.norm\.weight twice, as model\.[a-z_.]+ and model\.[a-z_.]+; rem"
+    ):
+        check(model)
+
+
 def test_at_most_eight_tensors_are_named(model):
     change(model, **{f"extra__{i}": torch.zeros(1) for i in range(11)})
     with pytest.raises(InputError, match=r"extra\.6 and 3 more"):

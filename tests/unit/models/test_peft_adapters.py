@@ -11,7 +11,7 @@ from dapo_mega.models import load_architecture
 from dapo_mega.models.hf_checkpoint import all_tensors
 from dapo_mega.models.peft_adapters import adapted, check_lora, trained_names
 from tests.distributed.test_lora import make_adapter
-from tests.distributed.tiny import make_deepseek_v3_model, make_moe_model, make_qwen3_model
+from tests.distributed.tiny import make_deepseek_v3_model, make_moe_model, make_phi3_model, make_qwen3_model
 
 SOME = ("q_proj", "down_proj")
 
@@ -26,8 +26,8 @@ def check(model, **lora):
 
 
 def test_all_linear_layers_are_those_of_attention_mlps_and_experts(dense, tmp_path):
-    experts = make_moe_model(tmp_path)
-    for model, count in ((dense, 4 * 7), (experts, 4 * (4 + 4 * 3))):
+    experts, fused = make_moe_model(tmp_path / "experts"), make_phi3_model(tmp_path / "fused")
+    for model, count in ((dense, 4 * 7), (experts, 4 * (4 + 4 * 3)), (fused, 4 * 4)):
         names = trained_names(*load_architecture(model), ("all-linear",))
         assert len(names) == 2 * count
         assert not any(part in name for name in names for part in ("norm", "embed", "lm_head", "mlp.gate."))
@@ -90,7 +90,7 @@ def damaged(folder, model):
         (lambda folder, model: changed(folder, use_dora=True), "has use_dora=True, which is not supported"),
         (lambda folder, model: changed(folder, modules_to_save=["lm_head"]), "has modules_to_save="),
         (damaged, "cannot be read as safetensors"),
-        (lambda folder, model: {"path": str(folder.parent / "none")}, "adapter_config.json"),
+        (lambda folder, model: {"path": str(folder.parent / "none")}, "adapter_config.json is missing; give a folder"),
     ],
 )
 def test_an_adapter_of_something_else_is_refused(dense, tmp_path, change, said):
