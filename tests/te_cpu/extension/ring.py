@@ -43,8 +43,8 @@ def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool, seco
 
 
 def thd_out_correction(out: Tensor, out_per_step: Tensor, *others: Any) -> None:
-    """Adds a step's output by its share of the whole. From 2.20 on `out` is the whole of the steps before this one, made
-    smaller by its own share, and their sum comes first among the others; before, it is the sum of shares."""
+    """Adds a step's output by its share of the whole. From 2.20 on `out` is the whole of the steps before this one,
+    made smaller by its own share, and their sum comes first among the others; before, it is the sum of shares."""
     *before, lse, lse_per_step, cu_seqlens, only_second_half, packed = others
     if not packed:
         raise NotImplementedError("transformer_engine_torch.thd_out_correction of unpacked sums")
