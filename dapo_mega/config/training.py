@@ -33,9 +33,8 @@ class TrainingConfig(Section):
     model: ModelConfig
     parallel: ParallelConfig = Field(default=ParallelConfig(), json_schema_extra=FREE)
     compute: ComputeConfig = ComputeConfig()
-    lora: LoraConfig | None = Field(
-        default=None, description="Low-rank adapters, which are trained in place of the weights. null: none."
-    )
+    lora: LoraConfig | None = None
+    """Low-rank adapters, which are trained in place of the weights. null: none."""
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), json_schema_extra=FREE)
     tracking: TrackingConfig = Field(default=TrackingConfig(), json_schema_extra=FREE)

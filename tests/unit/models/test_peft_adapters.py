@@ -36,7 +36,7 @@ def test_all_linear_layers_are_those_of_attention_mlps_and_experts(dense, tmp_pa
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"targets": ("q_proj", "qproj")}, "lora.targets: 'qproj' is no linear layer of qwen3.*q_proj"),
+        ({"targets": "q_proj,qproj"}, "lora.targets: 'qproj' is no linear layer of qwen3.*q_proj"),
         ({"targets": ("embed_tokens",)}, "'embed_tokens' is no linear layer"),
         ({"targets": ("lm_head",)}, "'lm_head' is no linear layer"),
         ({"rank": 49}, "lora.rank=49 is larger than .*, which is 40 x 48; set it to at most 40"),
