@@ -21,8 +21,9 @@ class LoraConfig(Section):
     alpha: float = Field(default=32.0, gt=0)
     """The product B A is scaled by alpha / rank."""
     targets: tuple[str, ...] = Field(default=(ALL_LINEAR,), min_length=1)
-    """The layers that get adapters, by the ends of their Hugging Face names, as peft's target_modules: [q_proj, v_proj].
-    [all-linear]: all linear layers of attention, MLPs and experts; never embeddings, output layer and routers."""
+    """The layers that get adapters, by the ends of their Hugging Face names, as peft's target_modules: [q_proj,
+    v_proj]. [all-linear]: all linear layers of attention, MLPs and experts; never embeddings, output layer and
+    routers."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of A's inputs that are set to 0 while an update is computed."""
     path: LocalPathOrNone = Field(default=None, json_schema_extra=FREE)
