@@ -241,7 +241,8 @@ def test_a_controller_on_another_host_gives_the_same_run_and_outlives_its_traine
         torchrun = ["--standalone", "--max-restarts", "1"]
         (trainer,) = launched(box, [0], lambda _: torchrun, config, output, *overrides, script=DISTURBED)
         wait_for_step([trainer, controller], output, 1)
-        box.run(0, ["pkill", "-KILL", "-f", "--", "-u .*disturbed_trainer"])  # torchrun's own line has no -u.
+        # The host has processes of its own only. torchrun's line has no -u.
+        box.run(0, ["pkill", "-KILL", "-f", "--", "-u .*disturbed_trainer"])
         wait_for_step([trainer, controller], output, 3)
         box.cut(0)
         (last,) = launched(box, [2], bound(box, 2), config, output, *overrides, script=DISTURBED)

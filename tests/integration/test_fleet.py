@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -699,7 +700,9 @@ def test_evaluations_on_engines_that_sample_by_seeds_come_out_the_same(split_eng
 @pytest.mark.parametrize(("kind", "victims"), [("function", ["worker", "engine"]), ("program", ["program"] * 3)])
 def test_killed_at_random_moments_a_run_in_turns_loses_and_changes_nothing(tmp_path, two_engines, kind, victims):
     """The trainer is killed too. `python -m tests.integration.soak` does it for longer."""
-    Soak(tmp_path, two_engines, kind, random.Random(kind)).run(victims)
+    soak = Soak(tmp_path, two_engines, kind, random.Random(kind))
+    soak.run(victims)
+    assert soak.killed == Counter([*victims, "trainer"])
 
 
 def test_an_engine_killed_in_an_update_leaves_the_others_all_weights(tmp_path, two_engines):
