@@ -40,11 +40,13 @@ class Generation(asyncio.Future[Response]):
 
 
 class RolloutEngine(Protocol):
-    """Answers requests one by one as they finish; many may be in flight, also between steps."""
+    """Answers requests one by one as they finish; many may be in flight, also between steps.
 
-    @abstractmethod
-    def generate(self, request: GenerationRequest) -> Generation:
-        """Start the request and return at once. To be called on the engine's event loop."""
+    `generate` starts a request and returns at once; it is to be called on the engine's event loop. `open` has the
+    requests without an answer, by id."""
+
+    generate: Callable[[GenerationRequest], Generation]
+    open: Mapping[int, Generation]
 
 
 class ReservedEngines(RolloutEngine, Protocol):

@@ -184,7 +184,7 @@ class Collector:
         while not all(group.result for group in complete) and (not self._asks_ahead or self._lacks_groups()):
             await self._more_found(stats)
         oldest = version - self._config.algorithm.max_staleness
-        expired = [g for g in self._open.values() if not g.is_complete and g.oldest_version() < oldest]
+        expired = [g for g in self._open.values() if not g.is_complete and g.oldest_version(self._engine.open) < oldest]
         self._give_up(expired)
         stats.given_up += [GroupFate("expired", g.prompt, unscored=g.unscored) for g in expired]
         self._start(self._open.values())
@@ -242,7 +242,7 @@ class Collector:
             self._num_running += 1
             self._latency.start(group.id)
             self._stats.asked_prompts += 1
-            self._start([group])
+            group.task = asyncio.create_task(self._roll_out(group))
 
     def _start(self, groups: Iterable[OpenGroup]) -> None:
         for group in groups:
@@ -257,7 +257,19 @@ class Collector:
                 except GenerationFailure:
                     group.result = GroupFate("dropped", group.prompt, unscored=group.unscored)
                 self._num_running -= 1
-            group.result = group.result or await self._scored(group)
+            if not group.result:
+                # Engines work on other groups while this one is scored.
+                slow = asyncio.get_running_loop().call_later(_SLOW_SCORING_S, self._go_on)
+                members = group.members()
+                results = await self._queue.score([(group.prompt, trajectory) for trajectory in members])
+                slow.cancel()
+                scored = [result for result in results if isinstance(result, ScoredTrajectory)]
+                if len(scored) < len(members):
+                    group.result = GroupFate("dropped", group.prompt, unscored=members)
+                else:
+                    greedy = scored.pop() if self._has_greedy else None
+                    compared = self._scorer.compare(scored, step=self._version + 1)
+                    group.result = Group(group.prompt, tuple(compared), greedy)
             group.is_kept = self.buffer.keeps(group.result) if isinstance(group.result, Group) else group.is_complete
             del self._open[group.id]
             self._found.append(group)
@@ -268,20 +280,6 @@ class Collector:
                 logger.error("the run ends after this step: %s", error)
             self._failure = self._failure or error
             self._changed.set()
-
-    async def _scored(self, group: OpenGroup) -> Group | GroupFate:
-        """The complete group with its scores; where one could not be had, its fate."""
-        members = group.members()
-        # Engines work on other groups while this one is scored.
-        slow = asyncio.get_running_loop().call_later(_SLOW_SCORING_S, self._go_on)
-        results = await self._queue.score([(group.prompt, trajectory) for trajectory in members])
-        slow.cancel()
-        scored = [result for result in results if isinstance(result, ScoredTrajectory)]
-        if len(scored) < len(members):
-            return GroupFate("dropped", group.prompt, unscored=members)
-        greedy = scored.pop() if self._has_greedy else None
-        scored = self._scorer.compare(scored, step=self._version + 1)
-        return Group(group.prompt, tuple(scored), greedy)
 
     def _go_on(self) -> None:
         """Groups were found, or places at engines are free."""

@@ -29,7 +29,6 @@ class OpenGroup:
     is_kept: bool = True
     task: asyncio.Task[None] | None = None
     failed: list[Trajectory] = field(default_factory=list)
-    _under_way: dict[int, Generation] = field(default_factory=dict)
 
     @property
     def id(self) -> int:
@@ -59,17 +58,12 @@ class OpenGroup:
         """Complete it. Raises GenerationFailure when a request fails, after giving up the others."""
 
         async def trajectory(request: GenerationRequest) -> None:
-            def noted(of_turn: GenerationRequest) -> Generation:
-                generation = self._under_way[request.request_id] = generate(of_turn)
-                return generation
-
             progress = self.progress.setdefault(request.request_id, Progress())
             try:
-                found = await environment.run(self.prompt, request, noted, progress)
+                found = await environment.run(self.prompt, request, generate, progress)
             except TrajectoryFailure as failure:
                 self.failed += [failure.trajectory] if failure.trajectory else []
                 raise
-            self._under_way.pop(request.request_id, None)  # One that goes on may need no turn more.
             del self.progress[request.request_id]
             self.trajectories[request.request_id] = found
 
@@ -81,12 +75,14 @@ class OpenGroup:
             for task in tasks:
                 task.cancel()
 
-    def oldest_version(self) -> float:
+    def oldest_version(self, open_requests: Mapping[int, Generation]) -> float:
         """The oldest weights of any of its tokens, unfinished ones included, or that would sample its first one now;
-        infinity if it was not started. The time of its start does not count, as requests may wait unsampled."""
+        infinity if it was not started. The time of its start does not count, as requests may wait unsampled.
+        `open_requests` are the engine's."""
         versions: list[float] = [trajectory.weight_version for trajectory in self.trajectories.values()]
         versions += [each.begun.trajectory.weight_version for each in self.progress.values() if each.begun]
-        versions += [generation.oldest_version() for generation in self._under_way.values()]
+        under_way = [open_requests.get(request.request_id) for request in self.requests]
+        versions += [generation.oldest_version() for generation in under_way if generation]
         return min(versions, default=float("inf"))
 
 

@@ -114,20 +114,20 @@ class SimulatedEngines(RolloutEngine):
         self._next_ends = [math.inf] * num_engines
         self._room = [float(-speed.places)] * num_engines
         self._failures = failures or FailureTimes(num_engines)
-        self._open: dict[int, _Work] = {}
+        self.open: dict[int, _Work] = {}
         self._waiting: deque[_Work] = deque()
         self._is_training = False
         self._fruitless = 0
 
     def generate(self, request: GenerationRequest) -> Generation:
-        work = self._open[request.request_id] = _Work(request, self._length_of(request), self)
+        work = self.open[request.request_id] = _Work(request, self._length_of(request), self)
         self._waiting.append(work)
         self._start()
         return work
 
     def give_up(self, work: _Work) -> None:
         """The request was cancelled."""
-        del self._open[work.request.request_id]
+        del self.open[work.request.request_id]
         if work.number is not None:
             self._leave(work.number)
         self._start()
@@ -155,7 +155,7 @@ class SimulatedEngines(RolloutEngine):
                 if engine.is_outdated:
                     self._serve(number, self._failures.weights_s)
                     self._start()
-        if min(*self._next_ends, self._failures.next_at) <= until and (self._open or until < math.inf):
+        if min(*self._next_ends, self._failures.next_at) <= until and (self.open or until < math.inf):
             self._next()
         elif until < math.inf:
             self.clock = max(self.clock, until)
@@ -165,7 +165,7 @@ class SimulatedEngines(RolloutEngine):
 
     def update(self, version: int, seconds: float) -> None:
         """Send weights, which takes so long and stops all decoding; responses go on with them."""
-        for work in self._open.values():
+        for work in self.open.values():
             if work.number is None:
                 continue
             engine = self._engines[work.number]
@@ -252,7 +252,7 @@ class SimulatedEngines(RolloutEngine):
         self.clock = clock
         _, request_id, work = heapq.heappop(engine.ends)
         self._leave(number)
-        del self._open[request_id]
+        del self.open[request_id]
         if work.num_kept < work.length:
             work.spans.append((work.version, work.length))
         work.answer(

@@ -40,15 +40,15 @@ class EmbeddedFleet(RolloutFleet):
         """`check_stop` is called while the loop waits for what runs beside it, such as scoring, and may raise
         StopRequested."""
         self.engine = engine
-        self._asked: list[Generation] = []
+        self.open: dict[int, Generation] = {}
         self._loop = LockstepLoop(self._step, check_stop)
         self._clock = clock
         self._load = LoadHistory(clock())
 
     def generate(self, request: GenerationRequest) -> Generation:
         """See `RolloutEngine`. Nothing is generated yet."""
-        self._asked.append(_Embedded(request, self._loop, self.engine))
-        return self._asked[-1]
+        generation = self.open[request.request_id] = _Embedded(request, self._loop, self.engine)
+        return generation
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.drive(work)
@@ -60,9 +60,9 @@ class EmbeddedFleet(RolloutFleet):
     def _step(self) -> bool:
         """Answer all that was asked, in the order of the numbers: environments and scoring end in any order, and what
         is generated together is rounded together."""
-        asked = [generation for generation in self._asked if not generation.done()]
+        asked = [generation for generation in self.open.values() if not generation.done()]
         asked.sort(key=lambda generation: generation.request.request_id)
-        self._asked = []
+        self.open.clear()
         if not asked:
             return False
         self._load.change(self._clock(), len(asked))

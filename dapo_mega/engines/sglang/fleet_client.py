@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from dapo_mega.config import RunConfig
-from dapo_mega.engines.protocol import Generation, ReservedEngines, RolloutFleet
+from dapo_mega.engines.protocol import ReservedEngines, RolloutFleet
 from dapo_mega.engines.sglang.absences import describe_absences
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.event_loop import LoopThread
@@ -26,7 +26,6 @@ from dapo_mega.engines.sglang.reserved_engines import ReservedOfFleet
 from dapo_mega.errors import FleetError
 from dapo_mega.metrics.timeline import Load
 from dapo_mega.models import Architecture
-from dapo_mega.types import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +77,13 @@ class FleetClient(RolloutFleet):
         self._membership = self._thread.call(lambda: Membership(config, vocab_size, api_key, self._registry, run, arch))
         self._members = self._membership.members
         self._dispatcher = self._membership.dispatcher
+        self.generate, self.open = self._dispatcher.generate, self._dispatcher.open
         self._monitor = self._membership.monitor
         self._spares_until = time.monotonic() + _SPARE_ENGINES_GRACE_S
         self._reserved: ReservedOfFleet | None = None
         self._reserving = asyncio.Lock()
 
     # ---- generation, on the event loop ----
-
-    def generate(self, request: GenerationRequest) -> Generation:
-        return self._dispatcher.generate(request)
 
     @contextlib.asynccontextmanager
     async def reserved(

@@ -31,6 +31,7 @@ class ReservedOfFleet(ReservedEngines):
         self._num_others = num_others
         self._limit_s = limit_s
         self._dispatcher = membership.make_dispatcher()
+        self.open = self._dispatcher.open
         loads = {engine.url: engine.in_flight for engine in membership.dispatcher.engines()}
         holders = [url for url in loads if membership.members[url].version == version]
         most = max(min(len(holders), len(loads) - num_others), 0)

@@ -79,7 +79,7 @@ class ScriptedEngine:
         self.is_right, self.order, self.fails = is_right, order, fails
         self.version = 0
         self.asked = []
-        self.in_flight, self.generations = {}, {}
+        self.in_flight, self.open = {}, {}
         self.submitted, self.cancelled = [], []
         self.most_groups = 0
 
@@ -99,7 +99,7 @@ class ScriptedEngine:
         self.in_flight[request.request_id] = (request, self.version)
         self.submitted.append(request.request_id)
         self.most_groups = max(self.most_groups, len({prompt_of(r) for r, _ in self.in_flight.values()}))
-        generation = self.generations[request.request_id] = Scripted(request, self)
+        generation = self.open[request.request_id] = Scripted(request, self)
         return generation
 
     def step(self):
@@ -114,7 +114,7 @@ class ScriptedEngine:
     def finish(self, request_id):
         """The response comes; it is taken when tasks go on."""
         request, version = self.in_flight.pop(request_id)
-        self.generations.pop(request_id).answer(self.answer(request, version))
+        self.open.pop(request_id).answer(self.answer(request, version))
 
     def answer(self, request, version):
         if self.fails(request):
@@ -126,6 +126,7 @@ class ScriptedEngine:
 
     def cancel(self, request_id):
         self.in_flight.pop(request_id)
+        del self.open[request_id]
         self.cancelled.append(request_id)
 
     def respond(self, request, **versions):

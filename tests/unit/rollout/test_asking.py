@@ -81,7 +81,7 @@ def test_what_goes_wrong_is_raised_and_gives_open_requests_up():
     assert not engine.in_flight
     assert engine.cancelled
     broken = Counting()
-    broken.answer = lambda request, version: broken.generations[request.request_id].set_exception(KeyError("broken"))
+    broken.answer = lambda request, version: broken.open[request.request_id].set_exception(KeyError("broken"))
     broken.finish = lambda number: broken.answer(broken.in_flight.pop(number)[0], 0)
     with pytest.raises(KeyError):
         broken.run(roll_out([(None, request) for request in parts()[0][1]], broken.generate, SINGLE_TURN))
