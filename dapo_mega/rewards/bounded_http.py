@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -19,6 +21,13 @@ T = TypeVar("T")
 _SPARE_BYTES = 2**20
 _KEEP_ALIVE_S = 2.0  # Servers close idle connections after 5 s; a request sent at that moment would fail.
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+def most_open_files() -> int:
+    """How many files, connections included, this process may have open, after its limit was raised as far as it may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else sys.maxsize
 
 
 class _BoundedHandler(ResponseHandler):

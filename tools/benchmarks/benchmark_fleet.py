@@ -40,6 +40,7 @@ from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.environments.base import SINGLE_TURN, Generate, Progress, SingleTurn
 from dapo_mega.errors import InputError
+from dapo_mega.rewards.bounded_http import most_open_files
 from dapo_mega.rollout.groups import OpenGroup
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, SamplingParams, Trajectory
 
@@ -48,6 +49,7 @@ _IDLE_LIMIT_S = 30.0  # A server clears up for a moment after its last answer.
 _PROMPT_TOKENS = 16
 _NUM_ENGINES = 20
 _GROUP_SIZE = 16
+_OTHER_FILES = 100
 _KEY = "secret"
 _TURN_SIZES = ((16, 32), (300, 300), (2000, 300))  # Tokens of prompt and answer.
 _TURNS_PER_ENGINE = 16  # In flight.
@@ -107,13 +109,19 @@ class _Noting(SingleTurn):
 
 
 async def measure_crowd(num_requests: int) -> Crowd:
-    """Two requests for every place, so that one half waits while the other is in flight."""
+    """Two requests for every place, so that one half waits while the other is in flight. Of places for which this
+    process may not open enough files, those are left out."""
     per_engine = num_requests // _NUM_ENGINES
-    with _scripted_engines(per_engine) as urls:
+    most_per_engine = min(per_engine, (most_open_files() - _OTHER_FILES) // _NUM_ENGINES)
+    with _scripted_engines(most_per_engine) as urls:
         clients = [EngineClient(url, _KEY) for url in urls]
         environment = _Noting()
         dispatcher = Dispatcher(
-            vocab_size=1000, requests_per_engine=per_engine, request_timeout_s=_TIMEOUT_S, max_attempts=1
+            vocab_size=1000,
+            requests_per_engine=per_engine,
+            request_timeout_s=_TIMEOUT_S,
+            max_attempts=1,
+            most_calls=most_per_engine * _NUM_ENGINES,
         )
         requests = _requests(2 * num_requests, 1000, [32] * (2 * num_requests), _PROMPT_TOKENS)
         memory, cpu, wall = _peak_memory_mb(), time.process_time(), time.perf_counter()
@@ -154,10 +162,6 @@ async def _all_answered(awaited: Sequence[Awaitable[object]]) -> None:
 def _scripted_engines(per_engine: int, *, holds_back: bool = True, vocab_size: int = 1000) -> Iterator[list[str]]:
     """URLs of engines for `per_engine` calls each, which answer nothing before all of these are in flight, or at
     once."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if (num_files := per_engine * _NUM_ENGINES + 100) > hard:
-        raise InputError(f"so many requests need {num_files} open files and this process may open {hard}")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     program = str(Path(__file__).parents[1] / "scripted_engine.py")
     command = [sys.executable, program, "--engines", str(_NUM_ENGINES), "--api-key", _KEY]
     command += ["--release-at", str(per_engine if holds_back else 0), "--vocab-size", str(vocab_size)]

@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 import random
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -100,17 +101,20 @@ class Dispatcher:
         run: str = "",
         backoff_s: float = 0.5,
         seed: int = 0,
+        most_calls: int = sys.maxsize,
     ) -> None:
         """`run` is the name of this run's weights. Callbacks: `on_trouble(url)` when a connection fails;
         `on_wrong_weights(url, weights)` when an engine answers with weights that it was not given, where `weights` is
         None unless they are another run's.
 
         A call takes at most `request_timeout_s`. After a failed call its request waits `backoff_s`, doubled each time
-        and with jitter from `seed`, and then goes to another engine if there is one.
+        and with jitter from `seed`, and then goes to another engine if there is one. At most `most_calls` are made at
+        the same time, for which this process may open enough files.
         """
         self._vocab_size = vocab_size
         self._request_timeout_s = request_timeout_s
         self._max_attempts = max_attempts
+        self._most_calls = most_calls
         self._on_trouble = on_trouble
         self._on_wrong_weights = on_wrong_weights
         self._backoff_s = backoff_s
@@ -124,7 +128,7 @@ class Dispatcher:
         self.newest_version = -1
         self._waiting: OrderedDict[_Request, None] = OrderedDict()
         self._calls: dict[_Request, EngineSlot] = {}
-        self._is_held = self._is_starting = False
+        self._is_held = self._is_starting = self._lacks_files = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._aborts: set[asyncio.Task[None]] = set()
@@ -288,7 +292,15 @@ class Dispatcher:
 
     def _next_call(self, free: list[EngineSlot]) -> tuple[_Request, EngineSlot] | None:
         """The first waiting request that one of the engines with room may have, with that engine."""
-        if free:
+        if len(self._calls) >= self._most_calls:
+            if free and self._waiting and not self._lacks_files:
+                self._lacks_files = True
+                logger.warning(
+                    "engines have room, but only %d requests are sent at a time: this process may not open more files. "
+                    "Raise the hard limit (ulimit -Hn) before its start",
+                    self._most_calls,
+                )
+        elif free:
             for work in self._waiting:
                 allowed = free
                 if work.avoided_url and len(self._slots) > 1:  # The engine that failed it last.
@@ -391,7 +403,8 @@ class Dispatcher:
 
         async def abort() -> None:
             try:
-                await slot.client.abort(rid, all=rid is None)
+                async with slot.aborting:
+                    await slot.client.abort(rid, all=rid is None)
             except EngineError as error:
                 logger.debug("%s", error)
 

@@ -41,6 +41,7 @@ from dapo_mega.engines.sglang.registry import EngineRegistry, Registration
 from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.engines.sglang.weight_protocol import OTHER_MODEL, PROTOCOL
 from dapo_mega.models import Architecture
+from dapo_mega.rewards.bounded_http import most_open_files
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Membership:
         self._registry = registry
         self._joins: set[asyncio.Task[None]] = set()
         self.on_departure: Callable[[str, str], None] = lambda url, reason: None
-        self.dispatcher = self.make_dispatcher()
+        self.dispatcher = self.make_dispatcher(share_of_files=0.5)
         self.monitor = HealthMonitor(
             heartbeat_s=self._fleet.heartbeat_s,
             hung_after_s=self._fleet.hung_after_s,
@@ -128,8 +129,9 @@ class Membership:
         if not task.cancelled() and (fault := task.exception()):
             self.conflict = f"{task.get_name()} ended with an unexpected exception, so the run ends: {fault!r}"
 
-    def make_dispatcher(self) -> Dispatcher:
-        """A dispatcher that has no engine yet."""
+    def make_dispatcher(self, share_of_files: float = 0.25) -> Dispatcher:
+        """A dispatcher that has no engine yet. Its calls may have this share of the files that this process may open:
+        the rest is for idle connections, probes, and all that is not about engines."""
         return Dispatcher(
             vocab_size=self._vocab_size,
             requests_per_engine=self._fleet.requests_per_engine,
@@ -139,6 +141,7 @@ class Membership:
             on_wrong_weights=self._answered_with_wrong_weights,
             run=self._run,
             seed=self._config.seed,
+            most_calls=max(1, int(share_of_files * most_open_files())),
         )
 
     def in_state(self, *states: State) -> list[str]:

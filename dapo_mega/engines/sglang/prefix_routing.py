@@ -3,6 +3,7 @@ least loaded one."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +13,14 @@ from dapo_mega.metrics.timeline import LoadHistory
 
 _FAILURES_BEFORE_PAUSE = 3
 _MAX_PAUSE_S = 30.0
+_MOST_ABORTS = 64
 
 
 @dataclass(eq=False)
 class EngineSlot:
     """An engine in use and its record. It gets no request before `paused_until`, a time of the event loop.
-    `history` is what its URL had in flight, also when it was in use before."""
+    `history` is what its URL had in flight, also when it was in use before. Few calls are aborted at a time, as each
+    abort opens a connection."""
 
     client: EngineClient
     version: int
@@ -25,6 +28,7 @@ class EngineSlot:
     url: str = field(init=False)
     in_flight: int = 0
     paused_until: float = 0.0
+    aborting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_ABORTS))
     _failures_in_row: int = 0
     _pauses_in_row: int = 0
     _counted: tuple[float, float, float] = (0.0, 0.0, 0.0)

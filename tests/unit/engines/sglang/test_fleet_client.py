@@ -5,6 +5,10 @@ The engines are scripted servers; tests/integration has real ones.
 
 import asyncio
 import json
+import os
+import resource
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from dapo_mega.engines.sglang import fleet_client as fleet_driver
+from dapo_mega.engines.sglang import membership
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.engines.sglang.health import HealthMonitor
@@ -492,6 +497,37 @@ def test_an_update_under_thousands_of_requests_loses_and_doubles_none(servers, d
     num_old = ended_with.count(0)
     assert ended_with[num_old:] == [1] * (num_requests - num_old), "old weights after the update"
     assert num_requests // 2 <= num_old < num_requests if mode == "finish" else num_old == 0
+
+
+def test_requests_for_which_too_few_files_may_be_open_wait(servers, drive, caplog, monkeypatch):
+    monkeypatch.setattr(membership, "most_open_files", lambda: 100)
+    group = servers(1)
+    engine = group.engines[0]
+    engine.release_at = 50
+    driver = drive(group.urls, requests_per_engine=256)
+    give_weights(driver)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Both ends of 50 connections, and a few; there are 400 requests.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 130, hard))
+    try:
+        driver.submit(requests(400))
+        found = answers(driver, 400)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(isinstance(answer, Response) for answer in found)
+    assert engine.most_in_flight == 50
+    metrics = driver.pop_metrics()
+    assert metrics["rollout/failed_calls"] == metrics["fleet/engines_dead"] == 0
+    assert caplog.text.count("only 50 requests are sent at a time: this process may not open more files") == 1
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
+    program = (
+        "import resource; from dapo_mega.rewards.bounded_http import most_open_files; "
+        "print(most_open_files(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    command = ["bash", "-c", 'ulimit -Sn 100; ulimit -Hn 300; exec "$@"', "-", sys.executable, "-c", program]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S).stdout.split() == ["300"] * 3
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract"])
