@@ -39,7 +39,7 @@ from dapo_mega.engines.sglang.event_loop import report_fault
 from dapo_mega.engines.sglang.health import HealthMonitor
 from dapo_mega.engines.sglang.registry import EngineRegistry, Registration
 from dapo_mega.engines.sglang.versions import WeightVersion
-from dapo_mega.engines.sglang.weight_protocol import OTHER_MODEL, PROTOCOL
+from dapo_mega.engines.sglang.weight_protocol import ADAPTER, OTHER_MODEL, PROTOCOL
 from dapo_mega.models import Architecture
 
 logger = logging.getLogger(__name__)
@@ -139,6 +139,7 @@ class Membership:
             on_wrong_weights=self._answered_with_wrong_weights,
             run=self._run,
             seed=self._config.seed,
+            adapter=ADAPTER if self._config.sends_adapters else "",
         )
 
     def in_state(self, *states: State) -> list[str]:
