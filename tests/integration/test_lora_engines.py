@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from dapo_mega.engines.sglang.weight_protocol import ADAPTER
-from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
-from dapo_mega.weight_sync.transports import make_transport
+from dapo_mega.training import loop
 
 from .conftest import one_engine
 from .fleet_runs import (
@@ -44,6 +43,7 @@ def values_of(folder, engine, send="adapters", **changes):
     fleet = {"urls": engine.launcher.urls, "min_engines": 1}
     lora = {"rank": 4, "alpha": 8, "send": send, "path": None}
     changes = {"rollout": {"fleet": fleet}, "optimizer": {"learning_rate": 1e-2}, **changes}
+    changes["checkpoint"] = {"every": 2, "asynchronous": False}
     return fleet_values(folder, engine, lora=lora, **changes)
 
 
@@ -68,18 +68,14 @@ def test_an_engine_with_adapters_computes_what_the_trainer_does(tmp_path, engine
 
         numbers = {name: value.numel() for name, value in trainer.policy.lora.parameters.items()}
         assert [record["weight_sync/bytes"] for record in records] == [4 * sum(numbers.values())] * 2
-
-        config, sync = training_run.config, training_run.config.weight_sync
-        merging = FleetWeightSync(
-            trainer, fleet, sync, lambda: make_transport(config, trainer, trainer.open_sender()), run="merged"
-        )
-        full = merging.push(training_run.step)
+    with training_run_of(values_of(tmp_path, engine, send="merged", num_steps=2)) as training_run:
+        loop.restore(training_run, training_run.trainer.load(training_run.trainer.store.latest()))
+        full = training_run.weight_sync.push(training_run.step)
         assert full["weight_sync/bytes"] > 5 * records[0]["weight_sync/bytes"]
         assert np.abs(scores(engine) - adapted).max() < 1e-5
 
 
-@pytest.mark.parametrize("pause", ["abort", "retract"])
-def test_responses_that_meet_an_adapter_carry_two_versions(tmp_path, engine, pause):
+def test_responses_that_meet_an_adapter_carry_two_versions(tmp_path, engine):
     values = values_of(
         tmp_path,
         engine,
@@ -89,7 +85,7 @@ def test_responses_that_meet_an_adapter_carry_two_versions(tmp_path, engine, pau
             "fleet": {"urls": engine.launcher.urls, "min_engines": 1, "requests_per_engine": 16},
         },
         batch={"tokens_per_microbatch": 1024, "generation_groups": 12},
-        weight_sync={"in_flight": "continue", "pause": pause},
+        weight_sync={"in_flight": "continue", "pause": "retract"},
     )
     with training_run_of(values) as training_run:
         training_run.weight_sync.push(0)
