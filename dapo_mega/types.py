@@ -365,6 +365,10 @@ Receivers = Literal["leaders", "stage_leaders", "senders"]
 stage those of the stage; or all processes of a stage get about equal numbers of its bytes."""
 
 
+Selection = Literal["merged", "base", "adapters"]
+"""What is sent of a policy with LoRA: its weights with the adapters in them; without; or A and B by peft's names."""
+
+
 class WeightSource(Protocol):
     """The policy: its weights as Hugging Face tensors in buckets.
 

@@ -50,7 +50,8 @@ def save_adapter(model: TrainedModel, folder: Path) -> None:
     """Collective. The adapters of a model with LoRA in peft's format. Raises InputError on rank 0 if writing fails."""
     assert model.lora
     names, partial = model.lora.names, folder.with_name(f".{folder.name}.partial")
-    found = [(name, tensor.cpu()) for bucket in model.adapters(_BUCKET_BYTES) for name, tensor in bucket]
+    buckets = model.selected("adapters").weights(_BUCKET_BYTES)
+    found = [(name, tensor.cpu()) for bucket in buckets for name, tensor in bucket]
     if model.processes.rank:
         return
     shutil.rmtree(partial, ignore_errors=True)

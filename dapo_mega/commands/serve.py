@@ -41,6 +41,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--router", type=at_least_one, metavar="PORT", help="start sglang-router in front of the engines, with text"
     )
+    parser.add_argument("--lora-rank", type=at_least_one, default=0, help="take LoRA adapters of at most this rank")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="the trainer's rollout.fleet.rendezvous")
     parser.add_argument("--api-key-env", default="DAPO_MEGA_API_KEY", help="environment variable with the API key")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="interpreter that has SGLang")
@@ -79,6 +80,7 @@ def main() -> None:
         memory_fraction=options.memory_fraction,
         colocated=options.colocated,
         with_text=options.with_text or options.router is not None,
+        lora_rank=options.lora_rank,
         extra=options.extra,
     )
     check_node(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -29,6 +29,10 @@ class LoraConfig(Section):
     path: LocalPathOrNone = Field(default=None, json_schema_extra=FREE)
     """Folder with an adapter of model.path that training starts from, in peft's format. rank, alpha and targets must be
     its own. null: A is random and B is 0."""
+
+    send: Literal["merged", "adapters"] = Field(default="merged", json_schema_extra=FREE)
+    """What engines of a fleet get. merged: all of W + alpha / rank B A at each update; adapters: W once, then A and B
+    only, for engines started with --lora-rank. Engines inside the trainer get merged weights in either case."""
 
     @field_validator("targets", mode="before")
     @classmethod

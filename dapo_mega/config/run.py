@@ -80,6 +80,14 @@ class RunConfig(TrainingConfig):
                 f"these are {way[0]}, in {way[1]}, and get weights by {way[2]}; set rollout.placement=fleet, "
                 f"rollout.dtype=bf16 and weight_sync.transport=distributed, or weight_sync.full_every=1"
             )
+        if self.sends_adapters and (way[0], way[2], self.weight_sync.full_every) != ("fleet", "distributed", 1):
+            raise ValueError(
+                f"lora.send=adapters broadcasts whole adapters to a fleet, but engines are {way[0]}, get weights by "
+                f"{way[2]}, and weight_sync.full_every={self.weight_sync.full_every}; set rollout.placement=fleet, "
+                f"weight_sync.transport=distributed and weight_sync.full_every=1, or lora.send=merged"
+            )
+        if self.sends_adapters and way[1] == "fp8":
+            raise ValueError("lora.send=adapters with rollout.dtype=fp8 is not supported yet; set lora.send=merged")
         if self.rollout.schedule == "partial" and self.algorithm.max_staleness == 0:
             raise ValueError(
                 "rollout.schedule=partial continues responses that older weights began, but algorithm.max_staleness=0 "
@@ -232,6 +240,11 @@ class RunConfig(TrainingConfig):
         """The policy's optimizer with the critic's learning rate and warm-up."""
         own = {"learning_rate": self.critic.learning_rate, "warmup_steps": self.critic.warmup_steps}
         return self.optimizer.model_copy(update=own)
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether engines get adapters, which requests have to name."""
+        return bool(self.lora and self.lora.send == "adapters") and self.rollout.placement != "embedded"
 
     @property
     def generation_groups(self) -> int:

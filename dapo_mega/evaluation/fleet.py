@@ -43,6 +43,7 @@ def with_engines(config: RunConfig, **fleet: Any) -> RunConfig:
     # No weights are sent, so engines need not be able to take them, and none are reserved.
     raw["weight_sync"] = {"transport": "disk"}
     raw["evaluation"]["beside_training"] = False
+    raw["lora"] = None  # Adapters are merged into what is evaluated.
     return validated(RunConfig, raw)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class _BucketPlan:
     def num_bytes(self) -> int:
         return sum(parameter.num_bytes for parameter in self.parameters)
 
-    @property
+    @cached_property
     def specs(self) -> tuple[WeightSpec, ...]:
         return tuple(spec for parameter in self.parameters for spec in parameter.specs)
 
@@ -125,6 +126,7 @@ class WeightGatherer:
         what is gathered of a shard."""
         self.bytes_sent = 0
         self._merged_shard = merged
+        self._rounds = cache(self._planned)  # Every update sends the same.
         self._layout = layout
         self._processes = processes
         self._parameters = named_parameters(chunks, layout, processes)
@@ -231,7 +233,7 @@ class WeightGatherer:
             for buckets in self._rounds(bucket_bytes, "senders")
         ]
 
-    def _rounds(self, bucket_bytes: int, to: Receivers) -> list[list[tuple[_BucketPlan, int]]]:
+    def _planned(self, bucket_bytes: int, to: Receivers) -> list[list[tuple[_BucketPlan, int]]]:
         """The buckets of each round, each with the number of the process of a replica that gets it."""
         per_stage = self._processes.per_stage
         limits = [bucket_bytes // 2] * self._layout.pipeline_size

@@ -28,7 +28,7 @@ from dapo_mega.megatron.lora import Lora
 from dapo_mega.megatron.megatron_model import Batch, MakeLabels, MakeLoss, MegatronModel
 from dapo_mega.models.peft_adapters import check_lora
 from dapo_mega.models.stored_model import StoredModel
-from dapo_mega.types import Receivers, WeightBucket
+from dapo_mega.types import Receivers, Selection, WeightBucket, WeightSource
 
 _ROUTER_LOSSES: Final = ("load_balancing_loss", "router_z_loss")
 
@@ -82,7 +82,10 @@ class TrainedModel(MegatronModel):
         inner = [unwrapped(chunk) for chunk in self.chunks]
         self.lora = Lora(inner, self.layout, processes, self.config, lora, seed) if lora else None
         merged = {"merged": self.lora.merged} if self.lora else {}
-        self._gatherer = WeightGatherer(inner, self.layout, processes, **merged)
+        self._gatherers = {"merged": WeightGatherer(inner, self.layout, processes, **merged)}
+        if self.lora:
+            self._gatherers["base"] = WeightGatherer(inner, self.layout, processes)
+            self._gatherers["adapters"] = WeightGatherer(inner, self.lora.layout, processes)
         self.chunks = with_gradients(self.chunks, self.config, compute)
         self.optimizer = make_optimizer(optimizer, self.config, compute, self.chunks)
         self._overlaps_param_gather = compute.overlap_param_gather
@@ -180,20 +183,17 @@ class TrainedModel(MegatronModel):
         self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None
     ) -> Iterator[WeightBucket]:
         """Collective; see `WeightSource` and `WeightGatherer.weights`."""
-        self.finish_param_gather()
-        return self._gatherer.weights(bucket_bytes, to, replicas)
-
-    def adapters(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Collective; A and B of LoRA as `weights` are gathered, by peft's names. Parts of layers that are no targets
-        have zeros."""
-        assert self.lora
-        self.finish_param_gather()
-        inner = [unwrapped(chunk) for chunk in self.chunks]
-        return WeightGatherer(inner, self.lora.layout, self.processes).weights(bucket_bytes)
+        return self.selected("merged").weights(bucket_bytes, to, replicas)
 
     def weight_plan(self, bucket_bytes: int) -> list[list[WeightBucket]]:
         """See `WeightSource`."""
-        return self._gatherer.weight_plan(bucket_bytes)
+        return self._gatherers["merged"].weight_plan(bucket_bytes)
+
+    def selected(self, selection: Selection) -> WeightSource:
+        """Collective; a part of what there is, to be read before the next update. Of layers' parts that are no targets,
+        B has zeros."""
+        self.finish_param_gather()
+        return self._gatherers[selection]
 
     def finish_param_gather(self) -> None:
         """Collective: afterwards every rank has the weights of the last update, also when gathering them was left to

@@ -143,8 +143,23 @@ def check_lora(lora: LoraConfig, family: ModelFamily, arch: Architecture, *, is_
             f"lora.rank={lora.rank} is larger than {smallest.removesuffix('.weight')}, which is {rows} x {columns}; "
             f"set it to at most {min(rows, columns)}"
         )
+    if lora.send == "adapters":
+        _check_sent(lora, family, arch)
     if lora.path and is_here:
         PeftAdapter(Path(lora.path), lora, family, arch)
+
+
+def _check_sent(lora: LoraConfig, family: ModelFamily, arch: Architecture) -> None:
+    """Raise InputError for adapters that SGLang cannot take."""
+    for weight in adapted(all_tensors(family, arch), lora.targets):
+        if weight.placed.expert is not None:
+            raise InputError("lora.send=adapters with adapters of experts is not supported yet; set lora.send=merged")
+        if len(weight.parts) < len(weight.placed.hf):
+            parts = ", ".join(name.split(".")[-2] for name in weight.placed.hf)
+            raise InputError(
+                f"lora.send=adapters: in engines {parts} are one layer, of which lora.targets={list(lora.targets)} "
+                f"leaves a part out; name all or none of them, or set lora.send=merged"
+            )
 
 
 class NewAdapter:
@@ -208,13 +223,12 @@ class PeftAdapter:
         return torch.zeros(factor_shape(name, self._arch, self._rank))
 
 
-def write_config(folder: Path, lora: LoraConfig, names: Iterable[str], base: Path) -> None:
-    """`adapter_config.json` of an adapter with the tensors `names`, trained on the model in `base`."""
+def peft_config(lora: LoraConfig, names: Iterable[str]) -> dict[str, Any]:
+    """What peft has to know of an adapter with the tensors `names`."""
     modules = {_weight_name(name).split(".")[-2] for name in names}
-    config = {
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
@@ -222,6 +236,11 @@ def write_config(folder: Path, lora: LoraConfig, names: Iterable[str], base: Pat
         "bias": "none",
         "inference_mode": True,
     }
+
+
+def write_config(folder: Path, lora: LoraConfig, names: Iterable[str], base: Path) -> None:
+    """`adapter_config.json` of an adapter with the tensors `names`, trained on the model in `base`."""
+    config = {**peft_config(lora, names), "base_model_name_or_path": str(base)}
     replace_file(folder / ADAPTER_CONFIG_FILE, json.dumps(config, indent=2))
 
 

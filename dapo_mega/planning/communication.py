@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from dapo_mega.planning.activations import LayerKind
-from dapo_mega.planning.parameters import DTYPE_BYTES, ParameterBytes, stage_buffers
+from dapo_mega.planning.parameters import DTYPE_BYTES, ParameterBytes, num_trained_parameters, stage_buffers
 from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
 
@@ -131,12 +131,15 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
 
 def _weight_sync(workload: Workload, num_parameters: int, num_engines: int) -> Traffic:
     """Embedded: each replica's leader receives all weights of its replica. `distributed`: every process receives its
-    share of its stage's weights and sends it to all engines of its replica, and each engine receives all weights.
+    share of its stage's weights, or of its adapters, and sends it to all engines of its replica, and each engine
+    receives all.
     Otherwise the leader of each pipeline stage of one replica receives the stage's weights and sends them on: to a disk
     once, to engines on its own machine through memory."""
     placement, config = workload.placement, workload.config
     parallel = placement.parallel
     replica = parallel.tensor * parallel.pipeline
+    if config.lora and config.sends_adapters:
+        num_parameters = num_trained_parameters(placement.arch, config.lora)
     size = num_parameters * DTYPE_BYTES[config.model.dtype]
     received = (parallel.tensor - 1) / parallel.tensor
     if config.rollout.placement != "embedded" and config.sync_transport == "distributed":

@@ -11,7 +11,7 @@ from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.models.families import find_family, read_architecture
 from dapo_mega.models.peft_adapters import check_lora
 from dapo_mega.models.stored_model import critic_architecture
-from dapo_mega.planning.parameters import num_active_parameters, num_parameters, num_trained_parameters
+from dapo_mega.planning.parameters import DTYPE_BYTES, num_active_parameters, num_parameters, num_trained_parameters
 
 
 def describe_run(config: RunConfig, world_size: int) -> list[str]:
@@ -90,6 +90,9 @@ def _describe_model(
         lines.append(
             f"LoRA: {trained / 1e6:,.2f} M parameters are trained, {trained / num_parameters(arch):.2%} of the model's"
         )
+        if isinstance(config, RunConfig) and config.sends_adapters:
+            size_mib = trained * DTYPE_BYTES[config.model.dtype] / 2**20
+            lines[-1] += f"; engines get {size_mib:,.1f} MiB at each update"
     return lines, notes, data_size
 
 

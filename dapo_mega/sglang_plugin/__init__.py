@@ -1,5 +1,5 @@
 """SGLang plugin: receives all weights of an update in one call, compares them with the engine's model, and lets
-engines on CPUs be deterministic.
+engines on CPUs be deterministic and have adapters.
 
 SGLang loads the plugin if dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
 `engine_commands.INSTALL_PLUGIN`). Servers without it get weights in SGLang's own encoding.
@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from dapo_mega.engines.sglang.weight_protocol import (
+    ADAPTER,
     MODEL_FIELD,
     OTHER_MODEL,
     PROTOCOL,
@@ -28,6 +29,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
     group_with,
 )
 from dapo_mega.sglang_plugin.coverage import Differences, LoadTrace
+from dapo_mega.sglang_plugin.cpu_adapters import allow_adapters
 from dapo_mega.sglang_plugin.cpu_determinism import offer_determinism
 from dapo_mega.sglang_plugin.joining import join_within_limit
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
@@ -51,6 +53,7 @@ class PlannedWeights(NamedTuple):
 
     buckets: Sequence[tuple[PlannedBucket, EngineGroup]]
     window_bytes: int
+    is_adapter: bool
 
 
 def register() -> None:
@@ -69,8 +72,9 @@ def register() -> None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         try:
             offer_determinism()
+            allow_adapters()
         except (ImportError, AttributeError) as error:
-            logger.warning("this version of SGLang cannot be deterministic on a CPU (0.5.23 is tested): %s", error)
+            logger.warning("this version of SGLang cannot do all on a CPU that it could (0.5.23 is tested): %s", error)
     HookRegistry.register(f"{_UPDATER}.init_custom_process_group", join_within_limit, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", _load, HookType.AROUND)
@@ -95,13 +99,15 @@ def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
         _plans[call.digest] = UpdatePlan.parse(call.text)
     plan, groups = _plans[call.digest], updater._model_update_group
     buckets = [(bucket, groups[group_with(request["group_name"], bucket.sender)]) for bucket in plan.in_turn(call.turn)]
-    return PlannedWeights(buckets, plan.window_bytes)
+    return PlannedWeights(buckets, plan.window_bytes, plan.is_adapter)
 
 
 def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
     """Receive and load the buckets of a plan one after the other, up to the first that fails."""
     if not isinstance(weights, PlannedWeights):
         return load(updater, weights)
+    if weights.is_adapter:
+        return _load_adapter(updater, weights)
     success, message = True, ""
     for bucket, group in weights.buckets:
         if bucket.lengths:
@@ -116,6 +122,22 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> 
         if not success:
             break
     return success, message
+
+
+def _load_adapter(updater: Any, weights: PlannedWeights) -> tuple[bool, str]:
+    """Give the adapter new matrices; requests under way, which know it by its id, go on with these."""
+    _trace(updater).miss()
+    tensors = {
+        name: tensor
+        for bucket, group in weights.buckets
+        for name, tensor in ArrivingWeights(group, updater.device, bucket, weights.window_bytes)
+    }
+    manager = updater.get_model_runner().lora_manager
+    known = next(adapter for adapter in manager.lora_refs.values() if adapter.lora_name == ADAPTER)
+    config = manager.configs[known.lora_id].hf_config
+    manager.unload_lora_adapter(known)
+    answer = manager.load_lora_adapter_from_tensors(known, tensors, config)
+    return answer.success, answer.error_message
 
 
 def _load_changes(load: Callable[..., tuple[bool, str]], updater: Any, weights: ChangedWeights) -> tuple[bool, str]:

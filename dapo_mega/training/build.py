@@ -36,7 +36,7 @@ from dapo_mega.metrics import Histogram, MetricsWriter, ProgressDisplay, StageTi
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.metrics.timeline.file import TimelineWriter
 from dapo_mega.models import Architecture, load_architecture
-from dapo_mega.models.peft_adapters import check_lora
+from dapo_mega.models.peft_adapters import check_lora, peft_config, trained_names
 from dapo_mega.preparation.card import CardReference
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rewards.build import make_reward, needed_correctness
@@ -278,17 +278,21 @@ def _engines(
     from dapo_mega.config.fleet import require_api_key
     from dapo_mega.engines.sglang.fleet_client import FleetClient
     from dapo_mega.engines.sglang.versions import run_name
+    from dapo_mega.engines.sglang.weight_protocol import ADAPTER
     from dapo_mega.weight_sync.agreement import Agreement, fixed_sequence
     from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
     from dapo_mega.weight_sync.transports import make_transport
 
-    run, arch = run_name(config.output_dir), load_architecture(Path(config.model.path))[1]
+    run, (family, arch) = run_name(config.output_dir), load_architecture(Path(config.model.path))
     key = require_api_key(config.rollout.fleet.api_key_env)
     client = FleetClient(config, arch.vocab_size, key, run, arch, check_stop)
     tokens = fixed_sequence(config, inputs.train_prompts.prompts, arch.vocab_size)
-    agreement = Agreement(tokens, config.engine_tolerance)
+    agreement = Agreement(tokens, config.engine_tolerance, ADAPTER if config.sends_adapters else "")
+    adapter = None
+    if config.lora and config.sends_adapters:
+        adapter = peft_config(config.lora, trained_names(family, arch, config.lora.targets))
 
     def open_transport() -> Transport:
         return make_transport(config, trainer, trainer.open_sender())
 
-    return client, FleetWeightSync(trainer, client, config.weight_sync, open_transport, run, agreement)
+    return client, FleetWeightSync(trainer, client, config.weight_sync, open_transport, run, agreement, adapter)

@@ -23,10 +23,11 @@ _LENGTH = 64
 @dataclass(frozen=True)
 class Agreement:
     """The sequence [L] on which engines must agree with the trainer, and the largest allowed mean difference of its
-    log-probs, in nats."""
+    log-probs, in nats; `adapter` is used for it, if there is one."""
 
     tokens: TokenIds
     tolerance: float
+    adapter: str = ""
 
 
 def fixed_sequence(config: RunConfig, prompts: Sequence[Prompt], vocab_size: int) -> TokenIds:
@@ -45,11 +46,11 @@ def fixed_sequence(config: RunConfig, prompts: Sequence[Prompt], vocab_size: int
 
 
 async def engine_logprobs(
-    client: EngineClient, token_ids: TokenIds, versions: VersionRange, timeout_s: float
+    client: EngineClient, token_ids: TokenIds, versions: VersionRange, timeout_s: float, adapter: str = ""
 ) -> LogProbs:
     """The engine's log-probs [L - 1] of all tokens but the first, in nats. Raises EngineError, also where other weights
     gave them."""
-    body = await client.generate(scoring_payload(token_ids), timeout_s)
+    body = await client.generate(scoring_payload(token_ids, adapter), timeout_s)
     try:
         return parse_scores(body, token_ids, versions)
     except MalformedAnswer as error:

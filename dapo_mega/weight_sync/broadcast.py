@@ -54,7 +54,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
     limited_group,
     steps_to,
 )
-from dapo_mega.types import WeightBucket, WeightSource, WeightSpec
+from dapo_mega.types import Selection, WeightBucket, WeightSource, WeightSpec
 from dapo_mega.weight_sync.encodings import Encodings
 from dapo_mega.weight_sync.engine_groups import EngineGroup, join_group
 from dapo_mega.weight_sync.fp8 import quantised_bucket
@@ -92,17 +92,22 @@ class BroadcastTransport(Transport):
         self._news = UpdateNews(self._store, 0)
         self._routes: dict[str, EngineRoute] = {}
         self._old_groups: dict[str, str] = {}
-        self._plans: dict[bool, UpdatePlan] = {}
+        self._plans: dict[tuple[bool, Selection], UpdatePlan] = {}
         self._known_plans: dict[str, str] = {}
 
     def bring(self, update: Update, calls: UpdateCalls, forgotten: Sequence[str]) -> Sent:
         if not update.routes:
             return Sent(0)
-        if update.have_plugin not in self._plans:
-            rounds = self._trainer.weight_plan(have_plugin=update.have_plugin)
-            num_senders = len(self._places.replicas[0])
-            self._plans[update.have_plugin] = UpdatePlan(num_senders, self._window_bytes, tuple(map(tuple, rounds)))
-        self._start(calls, update, self._plans[update.have_plugin])
+        kind = update.have_plugin, update.selection
+        if kind not in self._plans:
+            rounds = self._trainer.weight_plan(*kind)
+            self._plans[kind] = UpdatePlan(
+                len(self._places.replicas[0]),
+                self._window_bytes,
+                tuple(map(tuple, rounds)),
+                update.selection == "adapters",
+            )
+        self._start(calls, update, self._plans[kind])
         sent = self._trainer.send_weights(update, forgotten)
         calls.finish()
         return sent

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError, EngineRefused
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
+from dapo_mega.engines.sglang.weight_protocol import ADAPTER
 from dapo_mega.errors import FleetError, TrainerLost
-from dapo_mega.types import LogProbs
+from dapo_mega.types import LogProbs, Selection
 from dapo_mega.weight_sync.agreement import Agreement, engine_logprobs, mean_difference
 from dapo_mega.weight_sync.push import WeightSync
 from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls
@@ -42,10 +43,12 @@ class FleetWeightSync(WeightSync):
         make_transport: Callable[[], Transport],
         run: str = "",
         agreement: Agreement | None = None,
+        adapter: Mapping[str, Any] | None = None,
     ) -> None:
         """`make_transport` prepares the trainer, too. `run` names this start of the trainer to engines. With
         `agreement`, engines that join or come back are used only after their log-probs have agreed with the
-        trainer's."""
+        trainer's. With `adapter`, which is peft's configuration, engines that join or come back get the weights without
+        adapters, and all get adapters."""
         self._trainer = trainer
         self._fleet = fleet
         self._timeout_s = config.timeout_s
@@ -53,6 +56,7 @@ class FleetWeightSync(WeightSync):
         self._transport = make_transport()
         self._run = run
         self._agreement = agreement
+        self._adapter = adapter
         # Requests paused in place need their cached keys and values.
         self._flush_cache = (config.in_flight, config.pause) != ("continue", "in_place")
         self._num_updates = 0
@@ -85,23 +89,22 @@ class FleetWeightSync(WeightSync):
 
     def _push(self, version: int, only_outdated: bool) -> dict[str, float]:
         """Choose the engines, pause their generation, send them the weights, and resume."""
-        self._num_updates += 1
         fleet = self._fleet
         targets = tuple(fleet.pause_generation(fleet.targets(only_outdated)))
-        outdated = frozenset(target.url for target in targets if target.is_outdated)
-        label = str(WeightVersion(self._run, version))
+        joining = tuple(target for target in targets if target.is_outdated)
         calls = UpdateCalls(fleet, targets, self._timeout_s, self._transport.report_failure)
-        if self._transport.uses_sessions:
-            calls.call(_begin_session)
-        routes = self._transport.routes(self._num_updates, calls.targets, outdated)
-        update = Update(self._num_updates, version, label, targets, outdated, self._flush_cache, routes)
-        started = time.perf_counter()
+        base_bytes = 0.0
         try:
-            sent = self._transport.bring(update, calls, self._failed)
-            seconds = time.perf_counter() - started
-            if self._transport.uses_sessions:
-                calls.call(lambda client: client.end_weight_update())
-            failures = self._record(update, calls)
+            if self._adapter and joining:
+                calls.targets = list(joining)
+                base_bytes = self._bring("base", version, calls, joining)["weight_sync/bytes"]
+                calls.call(_adding(self._adapter, joining))
+                calls.targets = [target for target in targets if target.url not in calls.failures]
+            if self._adapter:
+                metrics = self._bring("adapters", version, calls, ())
+            else:
+                metrics = self._bring("merged", version, calls, joining)
+            failures = self._record(version, targets, calls)
         except TrainerLost as lost:
             calls.cancel()
             for target in targets:
@@ -110,40 +113,61 @@ class FleetWeightSync(WeightSync):
             raise
         self._failed = list(failures)
         return {
-            "weight_sync/bytes": float(sent.num_bytes),
-            "weight_sync/bytes_per_s": sent.num_bytes / seconds,
+            **metrics,
+            "weight_sync/bytes": base_bytes + metrics["weight_sync/bytes"],
             "weight_sync/engines": float(len(targets) - len(failures)),
             "weight_sync/engines_failed": float(len(failures)),
-            **sent.metrics,
         }
 
-    def _record(self, update: Update, calls: UpdateCalls) -> dict[str, str]:
+    def _bring(
+        self, selection: Selection, version: int, calls: UpdateCalls, joining: Sequence[SyncTarget]
+    ) -> dict[str, float]:
+        """Send this selection to the targets of `calls`, of which those `joining` get none of the earlier ones'."""
+        self._num_updates += 1
+        targets, outdated = tuple(calls.targets), frozenset(target.url for target in joining)
+        if self._transport.uses_sessions:
+            calls.call(_begin_session)
+        routes = self._transport.routes(self._num_updates, calls.targets, outdated)
+        label = str(WeightVersion(self._run, version))
+        update = Update(self._num_updates, version, label, targets, outdated, self._flush_cache, routes, selection)
+        forgotten, self._failed = self._failed, []
+        started = time.perf_counter()
+        sent = self._transport.bring(update, calls, forgotten)
+        seconds = time.perf_counter() - started
+        if self._transport.uses_sessions:
+            calls.call(lambda client: client.end_weight_update())
+        rate = sent.num_bytes / seconds
+        return {"weight_sync/bytes": float(sent.num_bytes), "weight_sync/bytes_per_s": rate, **sent.metrics}
+
+    def _record(self, version: int, targets: Sequence[SyncTarget], calls: UpdateCalls) -> dict[str, str]:
         """Record which engines have the weights, and resume generation; those that joined must agree with the trainer
         first. Returns why the others failed, by URL."""
-        joined = [t for t in calls.targets if t.url in update.outdated] if self._agreement else []
+        joined = [target for target in calls.targets if target.is_outdated] if self._agreement else []
         for target in calls.targets:
             if target not in joined:
-                self._fleet.synced(target.url, update.version)
+                self._fleet.synced(target.url, version)
         for url, reason in calls.failures.items():
-            self._fleet.failed(url, f"its update to version {update.version} failed: {reason}")
-        self._fleet.resume_generation(update.targets)
+            self._fleet.failed(url, f"its update to version {version} failed: {reason}")
+        self._fleet.resume_generation(targets)
         failures = dict(calls.failures)
         if joined and self._agreement:
-            if self._expected is None or self._expected[0] != update.version:
-                self._expected = update.version, self._trainer.logprobs(self._agreement.tokens)
-            failures |= self._admit(self._agreement, joined, update, self._expected[1])
+            if self._expected is None or self._expected[0] != version:
+                self._expected = version, self._trainer.logprobs(self._agreement.tokens)
+            failures |= self._admit(self._agreement, joined, version, self._expected[1])
         return failures
 
     def _admit(
-        self, agreement: Agreement, joined: Sequence[SyncTarget], update: Update, expected: LogProbs
+        self, agreement: Agreement, joined: Sequence[SyncTarget], version: int, expected: LogProbs
     ) -> dict[str, str]:
         """Record the engines that agree as up to date. Returns the errors of the others by URL."""
         fleet, tokens, tolerance = self._fleet, agreement.tokens, agreement.tolerance
-        versions = VersionRange(self._run, update.version, update.version)
+        versions = VersionRange(self._run, version, version)
         failures: dict[str, str] = {}
         timeout_s = min(self._timeout_s, _SCORING_TIMEOUT_S)
         scoring = fleet.start_call(
-            joined, lambda client: engine_logprobs(client, tokens, versions, _SCORING_TIMEOUT_S), timeout_s
+            joined,
+            lambda client: engine_logprobs(client, tokens, versions, _SCORING_TIMEOUT_S, agreement.adapter),
+            timeout_s,
         )
         for url, scores in scoring.result().items():
             if isinstance(scores, EngineError):
@@ -151,7 +175,7 @@ class FleetWeightSync(WeightSync):
                 fleet.failed(url, failures[url])
             elif not (difference := mean_difference(scores, expected)) <= tolerance:
                 failures[url] = (
-                    f"with the weights of version {update.version} it gives {len(scores)} tokens of a fixed sequence "
+                    f"with the weights of version {version} it gives {len(scores)} tokens of a fixed sequence "
                     f"log-probs that are {difference:.4g} nats from the trainer's on average, which is not within "
                     f"rollout.engine_tolerance={tolerance:g}: its model is not model.path's (config.json), or it "
                     "computes in another precision; start it with model.path's checkpoint, or raise the limit"
@@ -159,8 +183,16 @@ class FleetWeightSync(WeightSync):
                 fleet.disagrees(url, failures[url])
             else:
                 logger.info("engine %s agrees with the trainer to within %.2g nats on average", url, difference)
-                fleet.synced(url, update.version)
+                fleet.synced(url, version)
         return failures
+
+
+def _adding(
+    adapter: Mapping[str, Any], engines: Sequence[SyncTarget]
+) -> Callable[[EngineClient], Coroutine[Any, Any, None]]:
+    """The call that makes the adapter known to these engines."""
+    sizes = {engine.url: engine.tp_size for engine in engines}
+    return lambda client: client.add_adapter(ADAPTER, adapter, sizes[client.url])
 
 
 async def _begin_session(client: EngineClient) -> None:

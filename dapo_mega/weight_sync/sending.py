@@ -8,7 +8,7 @@ from typing import Any
 
 from dapo_mega.distributed.commands import Commanded, command, gathered
 from dapo_mega.engines.sglang.weight_protocol import PlannedBucket
-from dapo_mega.types import LogProbs, TokenIds
+from dapo_mega.types import LogProbs, Selection, TokenIds, WeightSource
 from dapo_mega.weight_sync.broadcast import BroadcastSender
 from dapo_mega.weight_sync.shared_memory import SharedMemorySender
 from dapo_mega.weight_sync.update import Sent, SharedBucket, Update, WeightSender
@@ -21,17 +21,21 @@ class WeightCommands(Commanded):
     sender: WeightSender | None = None
 
     @command
-    def weight_plan(self, *, have_plugin: bool) -> list[list[PlannedBucket]]:
+    def weight_plan(self, have_plugin: bool, selection: Selection = "merged") -> list[list[PlannedBucket]]:
         """The buckets that `send_weights` sends in each round, to engines with or without the plugin."""
         assert isinstance(self.sender, BroadcastSender)
-        return self.sender.plan(self.policy, have_plugin=have_plugin)
+        return self.sender.plan(self._selected(selection), have_plugin=have_plugin)
 
     @command
     def send_weights(self, update: Update, forgotten: Sequence[str]) -> Sent:
         """Broadcast the weights to the engines of an update; those `forgotten` have failed before."""
         assert isinstance(self.sender, BroadcastSender)
         self.sender.forget(forgotten)
-        return self.sender.send(self.policy, update)
+        return self.sender.send(self._selected(update.selection), update)
+
+    def _selected(self, selection: Selection) -> WeightSource:
+        source: WeightSource = self.policy if selection == "merged" else self.policy.selected(selection)
+        return source
 
     def share_weights(self, update: Update | None) -> SharedBucket | None:
         """The next bucket of an update in shared memory, where it stays until the next call; None frees the last."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
+from dapo_mega.types import Selection
 
 if TYPE_CHECKING:
     from dapo_mega.engines.sglang.fleet_client import FleetClient, SyncTarget
@@ -33,6 +34,7 @@ class Update:
 
     `number` is unique within a run. `label` names `version` in the engines' answers. `outdated` has the URLs of engines
     that joined or came back since the last update. `routes` are the transport's, of the engines with open sessions.
+    `selection` is what they get.
     """
 
     number: int
@@ -42,6 +44,7 @@ class Update:
     outdated: frozenset[str]
     flush_cache: bool
     routes: tuple[EngineRoute, ...] = ()
+    selection: Selection = "merged"
 
     @property
     def have_plugin(self) -> bool:

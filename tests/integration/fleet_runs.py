@@ -219,22 +219,23 @@ def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Tr
         for parameter in (
             parameter for chunk in training_run.trainer.policy.chunks for parameter in chunk.parameters()
         ):
-            parameter.mul_(1.5)
+            if parameter.requires_grad:
+                parameter.mul_(1.5)
     training_run.weight_sync.push(training_run.step + 1)
     complete = [(prompt, future.result(600)) for prompt, future in pending]
     return [(prompt, trajectory) for prompt, trajectory in complete if len(trajectory.version_spans) > 1]
 
 
-def engine_logprobs(url: str, tokens: list[int]) -> list[tuple[float, int, Any]]:
+def engine_logprobs(url: str, tokens: list[int], **more: str) -> list[tuple[float, int, Any]]:
     """SGLang's log-prob of each token after the ones before, with the token; nothing for the first."""
     body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-    return call(url, "/generate", body | {"logprob_start_len": 0})[1]["meta_info"]["input_token_logprobs"]
+    return call(url, "/generate", {**body, **more, "logprob_start_len": 0})[1]["meta_info"]["input_token_logprobs"]
 
 
-def deviation_after_update(url: str, prompt: Prompt, response: Trajectory) -> float:
+def deviation_after_update(url: str, prompt: Prompt, response: Trajectory, **more: str) -> float:
     """Of the tokens after the last update: how far, in nats, their log-probs are at most from those that the engine's
     weights, which are still the same, give them in a single pass."""
-    scores = engine_logprobs(url, [*prompt.token_ids.tolist(), *response.token_ids.tolist()])
+    scores = engine_logprobs(url, [*prompt.token_ids.tolist(), *response.token_ids.tolist()], **more)
     start = response.version_spans[-2][1]
     samples = zip(
         response.token_ids[start:], response.logprobs[start:], scores[len(prompt.token_ids) + start :], strict=True

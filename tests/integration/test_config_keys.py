@@ -108,6 +108,7 @@ ELSEWHERE = {
         ("lora.rank", "lora.alpha", "lora.targets", "lora.dropout"),
         "numerics/test_lora.py::test_changed_adapters_take_effect_at_a_resume",
     ),
+    "lora.send": "integration/test_lora_engines.py::test_an_engine_with_adapters_computes_what_the_trainer_does",
     "optimizer.max_skipped_updates": "integration/test_config_keys.py::assert_changes_of_the_optimizer_take_effect",
     **dict.fromkeys(("parallel.tensor", "parallel.pipeline", "parallel.context"), LAYOUTS),
     **dict.fromkeys(("parallel.sequence", "parallel.virtual_pipeline"), PARITY.format("dense_model")),

@@ -57,7 +57,8 @@ def without_adapters(model, processes, **settings):
 
 
 def gathered(policy):
-    return {name: t.clone() for bucket in policy.adapters(1 << 20) for name, t in bucket if name in policy.lora.names}
+    buckets = policy.selected("adapters").weights(1 << 20)
+    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket if name in policy.lora.names}
 
 
 def transformers_names(weights):

@@ -193,6 +193,16 @@ def test_changes_alone_go_to_engines_in_bf16_by_broadcast(file):
             load_config(RunConfig, file, [*FLEET, *delta, override])
 
 
+def test_adapters_alone_go_to_fleets_by_broadcast(file):
+    adapters = ["lora={send: adapters}", "rollout.dtype=bf16"]
+    assert load_config(RunConfig, file, [*FLEET, *adapters]).sends_adapters
+    assert not load_config(RunConfig, file, adapters).sends_adapters, "engines in the trainer get merged weights"
+    ways = "weight_sync.transport=disk", "rollout.placement=colocated", "weight_sync.full_every=5"
+    for override in (*ways, "rollout.dtype=fp8"):
+        with pytest.raises(InputError, match=r"lora\.send=adapters .* lora\.send=merged"):
+            load_config(RunConfig, file, [*FLEET, *adapters, override])
+
+
 def test_a_critic_has_the_policys_settings_but_its_own_learning_rate(file):
     config = load_config(RunConfig, file, ["optimizer.beta2=0.95", "model.dtype=fp32"])
     assert not config.uses_critic

@@ -52,9 +52,11 @@ class Completion:
     url: str = ""
 
 
-def generate_payload(request: GenerationRequest, parts: Sequence[Completion], rid: str) -> dict[str, Any]:
-    """The body of the /generate call that continues after `parts`; `rid` names the call for /abort_request. Its
-    `input_ids` are an array [P]."""
+def generate_payload(
+    request: GenerationRequest, parts: Sequence[Completion], rid: str, adapter: str = ""
+) -> dict[str, Any]:
+    """The body of the /generate call that continues after `parts`; `rid` names the call for /abort_request, `adapter`
+    a LoRA adapter of the engine. Its `input_ids` are an array [P]."""
     sampling = request.sampling
     prompt = np.concatenate([request.prompt_token_ids, tokens_of(parts)]) if parts else request.prompt_token_ids
     seed = hashlib.blake2b(str(request.seed).encode(), digest_size=8)
@@ -75,17 +77,23 @@ def generate_payload(request: GenerationRequest, parts: Sequence[Completion], ri
         "input_ids": prompt,
         "sampling_params": parameters,
         "return_logprob": True,
+        **_named(adapter),
     }
 
 
-def scoring_payload(token_ids: TokenIds) -> dict[str, Any]:
+def scoring_payload(token_ids: TokenIds, adapter: str = "") -> dict[str, Any]:
     """The body of a /generate call that scores these tokens; SGLang also samples one more token."""
     return {
         "input_ids": token_ids.tolist(),
         "sampling_params": {"max_new_tokens": 1, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0,
+        **_named(adapter),
     }
+
+
+def _named(adapter: str) -> dict[str, str]:
+    return {"lora_path": adapter} if adapter else {}
 
 
 @_engines_fault()

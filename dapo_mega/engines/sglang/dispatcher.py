@@ -102,6 +102,7 @@ class Dispatcher:
         backoff_s: float = 0.5,
         seed: int = 0,
         most_calls: int = sys.maxsize,
+        adapter: str = "",
     ) -> None:
         """`run` is the name of this run's weights. Callbacks: `on_trouble(url)` when a connection fails;
         `on_wrong_weights(url, weights)` when an engine answers with weights that it was not given, where `weights` is
@@ -109,7 +110,7 @@ class Dispatcher:
 
         A call takes at most `request_timeout_s`. After a failed call its request waits `backoff_s`, doubled each time
         and with jitter from `seed`, and then goes to another engine if there is one. At most `most_calls` are made at
-        the same time, for which this process may open enough files.
+        the same time, for which this process may open enough files. Calls name the LoRA `adapter`.
         """
         self._vocab_size = vocab_size
         self._request_timeout_s = request_timeout_s
@@ -121,6 +122,7 @@ class Dispatcher:
         self._random = random.Random(seed)
         self._loop = asyncio.get_running_loop()
         self._own_run = run
+        self._adapter = adapter
         self._call_prefix = os.urandom(4).hex()
         self._router = EngineRouter(requests_per_engine)
         self._slots: dict[str, EngineSlot] = {}
@@ -313,7 +315,7 @@ class Dispatcher:
         """Call the engine. Afterwards the request has its answer, or waits again, after a delay if the call failed."""
         task = work.task
         cause: Cause
-        payload = generate_payload(work.request, work.parts, work.rid)
+        payload = generate_payload(work.request, work.parts, work.rid, self._adapter)
         try:
             body = await slot.client.generate(payload, self._request_timeout_s)
             versions = VersionRange(self._own_run, version, self.newest_version)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import hashlib
 import json
+import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal
@@ -108,6 +110,7 @@ class EngineInfo:
     if unknown. `supports_sessions`: the server has /begin_weight_update. `plugin_protocol` is the version of its
     `dapo_mega.sglang_plugin`, None without the plugin; `has_plugin`: that version is this trainer's. `model` is the
     model's configuration, if the server reports one. `deterministic`: it samples by the seeds of requests.
+    `adapter_rank` is the largest of LoRA adapters that it takes, 0 for none.
     """
 
     url: str
@@ -125,6 +128,7 @@ class EngineInfo:
     model: Mapping[str, Any] | None = None
     plugin_protocol: str | None = None
     deterministic: bool = False
+    adapter_rank: int = 0
 
 
 class EngineClient:
@@ -249,6 +253,16 @@ class EngineClient:
             {"serialized_named_tensors": list(serialized), "weight_version": version, "flush_cache": flush_cache},
         )
 
+    async def add_adapter(self, name: str, config: Mapping[str, Any], tp_size: int) -> None:
+        """Make an adapter of peft's `config` known, in place of an earlier one, before an update brings its values."""
+        with contextlib.suppress(EngineRefused):  # A restarted server does not have it.
+            await self._command("/unload_lora_adapter", {"lora_name": name})
+        no_tensors = base64.b64encode(pickle.dumps({})).decode()
+        await self._command(
+            "/load_lora_adapter_from_tensors",
+            {"lora_name": name, "config_dict": config, "serialized_named_tensors": [no_tensors] * tp_size},
+        )
+
     async def set_weight_version(self, version: str) -> None:
         """Name the engine's weights, which stay as they are."""
         await self._command("/update_weight_version", {"new_version": version, "abort_all_requests": False})
@@ -278,7 +292,8 @@ class EngineClient:
         content = await self._request("POST", path, body, timeout_s or self._timeout_s)
         answer = self._parsed(path, content)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineRefused(self.url, HTTPStatus.OK, f"{path}: {answer.get('message')}")
+            reason = answer.get("message") or answer.get("error_message")
+            raise EngineRefused(self.url, HTTPStatus.OK, f"{path}: {reason}")
 
     async def _json(self, method: str, path: str) -> Any:
         return self._parsed(path, await self._request(method, path))
@@ -289,7 +304,7 @@ class EngineClient:
         except (ValueError, RecursionError):
             raise EngineGarbled(self.url, f"the answer to {path} is not JSON: {_quote(content)}") from None
 
-    @contextmanager
+    @contextlib.contextmanager
     def _errors_of(self, path: str, timeout_s: float) -> Iterator[None]:
         """Turn what aiohttp raises into EngineError."""
         try:
@@ -389,4 +404,5 @@ def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], suppor
         plugin_protocol=next((one_line(str(protocol), 40) for protocol in protocols if protocol is not None), None),
         model=described_model(server.get("internal_states", [])),
         deterministic=bool(server.get("enable_deterministic_inference", False)),
+        adapter_rank=_count(server["max_lora_rank"], _MOST_RANKS) if server.get("enable_lora") else 0,
     )

@@ -34,6 +34,7 @@ _CPU_ARGUMENTS = [
     # Without a limit the KV cache takes most of the machine's memory.
     *("--max-total-tokens", "16384"),
 ]
+_LORA_TARGETS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 DETERMINISTIC = "--enable-deterministic-inference"
 # A prompt that is computed in parts is rounded otherwise, and where it is parted depends on those computed with it.
 _CPU_DETERMINISTIC_ARGUMENTS = ["--prefill-max-requests", "1"]
@@ -64,7 +65,8 @@ launch_router(RouterArgs(api_key=os.environ.pop("{_ROUTER_KEY}"), **json.loads(s
 class Node:
     """The engines of one machine. Engine i serves at `port` + i on `tp_size` of the `gpus`, or on the CPU without GPUs.
 
-    `with_text` loads the tokenizer, which the trainer does not need. `extra` goes to SGLang verbatim.
+    `with_text` loads the tokenizer, which the trainer does not need. With `lora_rank` they take LoRA adapters of up to
+    this rank. `extra` goes to SGLang verbatim.
     """
 
     python: Path
@@ -78,6 +80,7 @@ class Node:
     memory_fraction: float | None = None
     colocated: bool = False
     with_text: bool = False
+    lora_rank: int = 0
     extra: tuple[str, ...] = ()
 
     def url(self, engine: int) -> str:
@@ -154,6 +157,10 @@ def command(node: Node, engine: int, key_path: Path) -> list[str]:
         arguments += _CPU_DETERMINISTIC_ARGUMENTS if DETERMINISTIC in node.extra else []
     if not node.with_text:
         arguments += ["--skip-tokenizer-init"]
+    if node.lora_rank:
+        arguments += ["--enable-lora", "--max-lora-rank", str(node.lora_rank), "--max-loras-per-batch", "2"]
+        arguments += ["--lora-target-modules", *_LORA_TARGETS]
+        arguments += [] if node.gpus else ["--lora-backend", "torch_native"]
     if node.memory_fraction is not None:
         arguments += ["--mem-fraction-static", str(node.memory_fraction)]
     if node.colocated:

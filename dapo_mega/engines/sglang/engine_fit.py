@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dapo_mega.config import RunConfig
 from dapo_mega.engines.sglang.engine_client import EngineInfo
+from dapo_mega.engines.sglang.engine_commands import INSTALL_PLUGIN
 
 _NAMES_OF_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -32,6 +33,14 @@ def incompatibility(info: EngineInfo, config: RunConfig, vocab_size: int) -> str
             f"its SGLang {info.version} has no /begin_weight_update; use a newer SGLang (0.5.23 is tested) or "
             "weight_sync.transport=disk"
         )
+    if config.lora and config.sends_adapters:
+        if info.adapter_rank < config.lora.rank:
+            return (
+                f"it takes adapters of rank {info.adapter_rank} at most but lora.send=adapters sends lora.rank="
+                f"{config.lora.rank}; start it with --lora-rank {config.lora.rank}, or set lora.send=merged"
+            )
+        if not info.has_plugin:
+            return f"lora.send=adapters needs this version of dapo_mega in its environment ({INSTALL_PLUGIN})"
     sync = config.weight_sync
     if sync.in_flight == "continue" and sync.pause == "in_place" and not info.disable_radix_cache:
         return (

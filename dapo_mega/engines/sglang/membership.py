@@ -39,7 +39,7 @@ from dapo_mega.engines.sglang.event_loop import report_fault
 from dapo_mega.engines.sglang.health import HealthMonitor
 from dapo_mega.engines.sglang.registry import EngineRegistry, Registration
 from dapo_mega.engines.sglang.versions import WeightVersion
-from dapo_mega.engines.sglang.weight_protocol import OTHER_MODEL, PROTOCOL
+from dapo_mega.engines.sglang.weight_protocol import ADAPTER, OTHER_MODEL, PROTOCOL
 from dapo_mega.models import Architecture
 from dapo_mega.rewards.bounded_http import most_open_files
 
@@ -142,6 +142,7 @@ class Membership:
             run=self._run,
             seed=self._config.seed,
             most_calls=max(1, int(share_of_files * most_open_files())),
+            adapter=ADAPTER if self._config.sends_adapters else "",
         )
 
     def in_state(self, *states: State) -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dapo_mega.types import WeightSpec
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Increase it with every change after which one side no longer understands the other."""
 PROTOCOL_FIELD = "dapo_mega_protocol"
 """The field of a server's internal state that holds the plugin's protocol."""
@@ -31,6 +31,8 @@ MODEL_FIELD = "dapo_mega_model"
 """The field that holds the server's model configuration: the text of a `config.json`."""
 OTHER_MODEL = "its model is not the policy's"
 """The start of an engine's error when the weights sent are another model's."""
+ADAPTER = "policy"
+"""What engines call the adapter that updates bring, and requests name."""
 PATIENCE = 4
 """So many time limits of a part of an update a broadcast waits for its other end: an engine that waits for a sender
 that waits for an engine that hangs must not fail with that one."""
@@ -64,11 +66,13 @@ class PlannedBucket(NamedTuple):
 @dataclass(frozen=True)
 class UpdatePlan:
     """All buckets of an update, the same for every engine: in each round at most one of each of `num_senders`. Beside
-    the chunk that it loads, an engine receives further ones while they fit into `window_bytes`, and at least one."""
+    the chunk that it loads, an engine receives further ones while they fit into `window_bytes`, and at least one.
+    `is_adapter`: they are those of the adapter, not of the model."""
 
     num_senders: int
     window_bytes: int
     rounds: tuple[tuple[PlannedBucket, ...], ...]
+    is_adapter: bool = False
 
     def in_turn(self, turn: int) -> list[PlannedBucket]:
         """The buckets in the order in which the engine number `turn` of a replica receives them. Engines begin a round
@@ -80,16 +84,16 @@ class UpdatePlan:
     def text(self) -> str:
         """All of it as JSON."""
         return json.dumps(
-            [self.num_senders, self.window_bytes, self.rounds],
+            [self.num_senders, self.window_bytes, self.rounds, self.is_adapter],
             default=lambda spec: (spec.name, dtype_name(spec.dtype), spec.shape),
         )
 
     @classmethod
     def parse(cls, text: str) -> UpdatePlan:
         """The inverse of `text`."""
-        num_senders, window_bytes, rounds = json.loads(text)
+        num_senders, window_bytes, rounds, is_adapter = json.loads(text)
         buckets = (tuple(PlannedBucket(s, _specs(d), tuple(lengths)) for s, d, lengths in each) for each in rounds)
-        return cls(num_senders, window_bytes, tuple(buckets))
+        return cls(num_senders, window_bytes, tuple(buckets), is_adapter)
 
     @cached_property
     def digest(self) -> str:

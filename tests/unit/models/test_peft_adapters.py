@@ -48,6 +48,18 @@ def test_adapters_that_the_model_cannot_have_are_refused(dense, given, said):
     assert "\n" not in str(found.value)
 
 
+def test_adapters_that_engines_cannot_take_are_not_sent(dense, tmp_path):
+    experts = make_moe_model(tmp_path)
+    check(dense, send="adapters")
+    check(dense, send="adapters", targets=("o_proj", "gate_proj", "up_proj"))
+    for model, targets, said in (
+        (dense, ("q_proj", "v_proj"), "q_proj, k_proj, v_proj are one layer, of which .* leaves a part out"),
+        (experts, ("all-linear",), "adapters of experts is not supported yet; set lora.send=merged"),
+    ):
+        with pytest.raises(InputError, match=said):
+            check(model, send="adapters", targets=targets)
+
+
 def test_latent_attention_is_refused(tmp_path):
     with pytest.raises(InputError, match="latent attention of deepseek_v3 is not supported yet"):
         check(make_deepseek_v3_model(tmp_path))

@@ -132,6 +132,15 @@ def test_all_processes_send_to_the_engines(parallel, world_size, num_engines, nu
     assert sum(entry.num_bytes for entry in traffic if entry.is_weight_sync) == num_bytes
 
 
+def test_adapters_alone_are_what_is_sent():
+    rollout = {**RUN["rollout"], "placement": "fleet", "fleet": {"rendezvous": "h:1"}}
+    lora = {"rank": 4, "send": "adapters", "targets": ["down_proj"]}
+    config = RunConfig.model_validate({**RUN, "rollout": rollout, "lora": lora})
+    work = Workload(config, RankLayout(arch := dense(), config.parallel, 1), 6, 10)
+    (sent,) = [e for e in step_traffic(work, "local", num_parameters=10**9, num_engines=1) if e.is_weight_sync]
+    assert sent.num_bytes == 2 * arch.num_layers * 4 * (arch.hidden_size + arch.ffn_hidden_size)
+
+
 def test_a_stages_leader_sends_its_weights_to_a_disk_but_not_through_memory():
     sent = {}
     for transport in ("distributed", "disk", "tensor"):

@@ -25,7 +25,15 @@ def drive():
     drivers = []
 
     def start(
-        urls, weight_sync=None, rollout=None, run="", arch=None, check_stop=lambda: None, evaluation=None, **fleet
+        urls,
+        weight_sync=None,
+        rollout=None,
+        run="",
+        arch=None,
+        check_stop=lambda: None,
+        evaluation=None,
+        lora=None,
+        **fleet,
     ):
         config = RunConfig.model_validate(
             {
@@ -49,6 +57,7 @@ def drive():
                 "batch": {"tokens_per_microbatch": 128},
                 "weight_sync": weight_sync or {},
                 "evaluation": evaluation or {},
+                "lora": lora,
             }
         )
         drivers.append(Driver(config, VOCAB_SIZE, KEY, run, arch, check_stop))
