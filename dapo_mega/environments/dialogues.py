@@ -259,7 +259,7 @@ class TemplateDialogue(Dialogue):
                 text = ENDS[THINK] * self._opens_thought + written[written.rfind(_ANSWER) :]
             return self.read(self._encoder.ids(asked), self._encoder.ids(text))
 
-        if self._may_rewrite and (found := read(answer()).text) != _ANSWER:
+        if self._may_rewrite and (found := read(answer()).text).strip() != _ANSWER:
             raise InputError(
                 f"the turns that the chat template of {self._tokenizer.name_or_path} writes cannot be read (it writes "
                 f"{_ANSWER!r}, read is {found!r}); {_MENDED}"

@@ -347,7 +347,7 @@ def test_where_the_template_strips_thoughts_a_turn_begins_a_piece(turns):
     assert_exact(trajectory, CHAT, requests)
     assert len(trajectory.pieces) == len(trajectory.turns) == 3
     *_, asked = (CHATS.decode(each.prompt_token_ids) for each in requests)
-    said = [{"role": "assistant", "content": "b"}, {"role": "user", "content": ""}] * 2
+    said = [{"role": "assistant", "content": "\n\nb"}, {"role": "user", "content": ""}] * 2
     seen = iter(re.findall(r"<\d+>", asked))
     shown = [message if message["content"] else message | {"content": next(seen)} for message in said]
     assert asked == render_messages([*QUESTION, *shown], CHATS)
