@@ -1,6 +1,7 @@
 """Turns of the policy and of an environment of the user's own, token by token.
 
-A turn's prompt is the prompt, all that was sampled and all that was observed before it: nothing is encoded twice. What
+A turn's prompt is the prompt, all that was sampled and all that was observed before it: nothing is encoded twice. Where
+the template or the environment rewrites that, the turn begins a piece of the trajectory with all of its prompt. What
 failed or was interrupted goes on where it stopped, in an environment that is brought to the same state; one that cannot
 be brought there again begins anew.
 """
