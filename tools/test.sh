@@ -27,6 +27,13 @@ if [ -z "$quick${DAPO_MEGA_TRACKERS:-}" ] && [[ "$*" != *tests/* || "$*" == *tes
     PYTHON="$PYTHON" bash tools/install_trackers.sh "$trackers" &
     trackers_installation=$!
 fi
+# So are libraries that are optional, with tests that they alone have.
+extras=
+if [ -z "$quick" ] && [ $# -eq 0 ]; then
+    extras="${EXTRAS_VENV:-$PWD/.venv-extras}"
+    PYTHON="$PYTHON" bash tools/install_extras.sh "$extras" &
+    extras_installation=$!
+fi
 "$PYTHON" -m ruff check . && "$PYTHON" -m ruff format --check . && "$PYTHON" -m mypy || { wait; exit 1; }
 if [ -n "$sglang" ] && wait "$sglang_installation"; then export DAPO_MEGA_SGLANG_PYTHON="$sglang/bin/python"; fi
 if [ -n "$trackers" ] && wait "$trackers_installation"; then export DAPO_MEGA_TRACKERS="$trackers"; fi
@@ -45,4 +52,11 @@ elif [ $# -eq 0 ]; then
     "$PYTHON" -m pytest -n 2 $together tests/te_cpu tests/integration tests/distributed tests/numerics tests/gpu || failed=yes
     set -- -n 4 $together tests/unit
 fi
-"$PYTHON" -m pytest "$@" && [ -z "$failed" ]
+"$PYTHON" -m pytest "$@" || failed=yes
+if [ -n "$extras" ] && wait "$extras_installation"; then
+    export DAPO_MEGA_TOKENIZERS="$extras/tokenizers" DAPO_MEGA_VERIFIERS="$extras/verifiers/bin/python"
+    [ -x "$DAPO_MEGA_VERIFIERS" ] || unset DAPO_MEGA_VERIFIERS
+    "$extras/bin/python" -m pytest -n 2 $together tests/integration/test_verifiers.py tests/unit/environments/test_{dialogues,endpoint,openenv}.py \
+        tests/unit/preparation/test_reasoning_gym.py tests/numerics/test_lora.py || failed=yes
+fi
+[ -z "$failed" ]

@@ -55,6 +55,10 @@ class OwnEnvironment(OwnCode, InTurns):
     path: FunctionPath
     """FILE.py:NAME, relative to this file, or package.module:NAME, of a class or a function, which is called with the
     settings in a process of its own."""
+    history: Literal["sampled", "template"] = "sampled"
+    """What a turn sees of the turns before it. sampled: their tokens, with all that was thought; template: what the
+    chat template writes of them. Where that is not what was sampled, as where it strips earlier thinking, the turn
+    begins a new sample of the trajectory, with all of its prompt."""
     trajectory_limit_s: float | None = Field(default=None, gt=0, json_schema_extra=FREE)
     """A trajectory that is older than so many seconds ends with its turn; null: none does."""
     num_workers: int = Field(default=2, ge=1, json_schema_extra=FREE)

@@ -52,7 +52,7 @@ def make_environment(config: RunConfig, tokenizer: Any) -> tuple[Environment, Re
     pool = EnvironmentPool(own)
     try:
         tools = _run(own, _tools(pool))
-        dialogue = make_dialogue(own.dialogue, tokenizer, chat_template=in_chats.pop(), tools=tools)
+        dialogue = make_dialogue(own.dialogue, tokenizer, in_chats.pop(), tools, own.history)
         render = partial(render_messages, tools=tools, add_generation_prompt=False)
         return Turns(own, pool, dialogue, usual), render
     except BaseException:

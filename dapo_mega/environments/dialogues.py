@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 import numpy as np
 
 from dapo_mega.data.templates import chat_text, render_messages
-from dapo_mega.data.tokenizer import decoder, stop_tokens
-from dapo_mega.environments.inert_text import InertEncoder
+from dapo_mega.data.tokenizer import Decode, decoder, stop_tokens
+from dapo_mega.environments.inert_text import CUT, InertEncoder
 from dapo_mega.environments.markup import CALL, ENDS, THINK, Read, read_markup
 from dapo_mega.errors import InputError
 
@@ -33,6 +33,8 @@ _ANSWER: Final = "answer-to-find"
 _MARK: Final = "<|shown-"
 _CONTENT: Final = _MARK + '"\\\n&é-{}|>'  # What a template escapes or takes apart is not found again.
 CALLED: Final = {"role": "tool", "tool_call_id": "call00000", "name": "a_tool", "content": "result"}
+_PLAIN: Final = "shown-{}-there"
+_THOUGHTS: Final = ("reasoning_content", "thinking")
 _TAGS: Final = (*ENDS, *ENDS.values())
 _ARGUMENTS: Final = {"key": ["value", 1]}
 _MENDED: Final = "use another template, or dialogue: renderers"
@@ -42,6 +44,7 @@ class Dialogue(Protocol):
     """`tools` are the schemas that the prompt shows."""
 
     tools: Messages
+    _decode: Decode
 
     @abstractmethod
     def opening(self, row_messages: Messages, messages: Messages) -> list[int]:
@@ -62,9 +65,25 @@ class Dialogue(Protocol):
         """What the policy did in the turn. No call is dropped: one that cannot be read has its `problem`."""
 
     @abstractmethod
-    def extend(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], messages: Messages) -> list[int] | None:
+    def extend(
+        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], messages: Messages, history: Messages = ()
+    ) -> list[int] | None:
         """The tokens between a turn and the next sampled token: the turn's close as far as it was not sampled,
-        `messages`, and the opening of the policy's turn. None where this turn cannot be followed by any."""
+        `messages`, and the opening of the policy's turn. None where what is before them is to be written otherwise;
+        `history`, the conversation up to the turn, is given where the template says so."""
+
+    def said(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> dict[str, Any]:
+        """The policy's turn as a message. Calls of a turn in which one cannot be read are told as they were written."""
+        read = self.read(prompt_ids, sampled_ids)
+        if any(call["problem"] for call in read.calls):
+            return {"role": "assistant", "content": self._decode([np.asarray(sampled_ids)])[0]}
+        functions = [{"name": call["name"], "arguments": call["arguments"]} for call in read.calls]
+        calls = [
+            {"id": call["id"], "type": "function", "function": function}
+            for call, function in zip(read.calls, functions, strict=True)
+        ]
+        message = {"role": "assistant", "content": read.text, "tool_calls": calls, "reasoning_content": read.reasoning}
+        return {key: value for key, value in message.items() if value or key == "content"}
 
 
 class BareText(Dialogue):
@@ -94,7 +113,9 @@ class BareText(Dialogue):
         (text,) = self._decode([np.asarray(sampled_ids)])
         return read_markup(text)._replace(text=text)
 
-    def extend(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], messages: Messages) -> list[int]:
+    def extend(
+        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], messages: Messages, history: Messages = ()
+    ) -> list[int]:
         return self.opening((), messages)
 
 
@@ -103,9 +124,12 @@ class TemplateDialogue(Dialogue):
     does not, when it is made; and for messages that it refuses or alters, when they come.
 
     A stop token that was sampled is not repeated. It also takes the place of the one that the template would write.
+    One that `may_rewrite` need not append: it is refused where it does not show what is said, or cannot be read.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Messages = ()) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Messages = (), may_rewrite: bool = False) -> None:
+        self._may_rewrite = may_rewrite
+        self._thought_keys = [key for key in _THOUGHTS if re.search(rf"[.'\"]{key}\b", str(tokenizer.chat_template))]
         self._tokenizer = tokenizer
         self._decode = decoder(tokenizer, _TAGS)
         self._encoder = InertEncoder(tokenizer)
@@ -119,11 +143,10 @@ class TemplateDialogue(Dialogue):
         self._close = self._text([USER, answer()], False).rpartition(_ANSWER)[2]
         self._stops |= {self._encoder.control[marker]: marker for _, marker in self._encoder.found(self._close)}
         self._opens_thought = self._text([USER], True).removeprefix(asked).rstrip().endswith(THINK)
-        if tools:
-            self._check_calls()
+        self._check_reading()
         for kind, history, messages in _probes(bool(tools)):
             try:
-                self._pieces(history, messages)
+                self.whole([*history, *messages]) if self._may_rewrite else self._pieces(history, messages)
             except InputError as error:
                 mended = _MENDED + (", or keep thinking out" if "thinking" in kind else "")
                 raise InputError(
@@ -141,7 +164,17 @@ class TemplateDialogue(Dialogue):
         return self._encoder.encode(_split(whole.removeprefix(row), messages))
 
     def whole(self, messages: Messages) -> list[int]:
-        return self._encoder.encode(_split(self._text(_shown(messages), True), messages))
+        plain = self._whole_text([self._worded(stand_in(message, i)) for i, message in enumerate(messages)])
+        for i, message in enumerate(messages):
+            if message["content"].strip() and message["role"] != "assistant" and plain.count(_PLAIN.format(i)) != 1:
+                raise InputError(f"it drops, alters or moves what a message of role {message['role']} says")
+        expected = self._encoder.controls(self._encoder.ids(plain))
+        for cut in (self._encoder.cut_markers, CUT.join):
+            text = self._whole_text([self._worded(with_texts(message, cut)) for message in messages])
+            ids = [i for i in self._encoder.ids(text) if i != self._encoder.cut]
+            if self._encoder.controls(ids) == expected:
+                return ids
+        raise InputError("it makes control tokens of these messages")
 
     def with_tools(self, tools: Messages) -> Dialogue:
         other = copy.copy(self)
@@ -152,7 +185,19 @@ class TemplateDialogue(Dialogue):
         (text,) = self._decode([np.asarray(sampled_ids)])
         return read_markup(THINK * self._opens_thought + text)
 
-    def extend(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], messages: Messages) -> list[int]:
+    def extend(
+        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], messages: Messages, history: Messages = ()
+    ) -> list[int] | None:
+        try:
+            shown = [self._worded(with_texts(message, self._encoder.cut_markers)) for message in (*history, *messages)]
+            if not history or self._text(shown, True).startswith(self._text(shown[: len(history)], False)):
+                return self._behind(sampled_ids, messages)
+        except InputError:
+            if not self._may_rewrite:
+                raise
+        return None
+
+    def _behind(self, sampled_ids: Sequence[int], messages: Messages) -> list[int]:
         results = takewhile(lambda message: message["role"] == "tool", messages)
         (close, _), *pieces = self._pieces([USER, answer([named(result) for result in results])], messages)
         stop = self._stops.get(int(sampled_ids[-1])) if len(sampled_ids) else None
@@ -182,9 +227,46 @@ class TemplateDialogue(Dialogue):
             raise InputError(f"what follows changes the answer: it went on {turn[:80]!r}, now {after[:80]!r}")
         return [(self._close, False), *_split(after.removeprefix(turn), messages)]
 
-    def _check_calls(self) -> None:
-        written = self._text([USER, answer([CALLED])], False)
-        calls = read_markup(written.rpartition(_ANSWER)[2]).calls
+    def _whole_text(self, messages: Messages) -> str:
+        try:
+            return self._text(messages, True)
+        except InputError:  # gpt-oss's takes no thoughts beside what is said with a call.
+            both = [bool(message.get("tool_calls") and message["content"]) for message in messages]
+            if not any(both):
+                raise
+            shown = [
+                {key: value for key, value in message.items() if key not in _THOUGHTS or not is_both}
+                for message, is_both in zip(messages, both, strict=True)
+            ]
+            return self._text(shown, True)
+
+    def _worded(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message with thoughts where the template looks for them."""
+        worded = named(message)
+        if thought := worded.pop("reasoning_content", ""):
+            worded |= dict.fromkeys(self._thought_keys, thought)
+            if not self._thought_keys:
+                worded["content"] = f"{THINK}\n{thought}\n{ENDS[THINK]}\n\n{worded['content']}"
+        return worded
+
+    def _check_reading(self) -> None:
+        asked = self._text([USER], True)
+
+        def read(turn: Mapping[str, Any]) -> Read:
+            written = self._text([USER, turn], False)
+            text = written.removeprefix(asked)
+            if text == written:  # It writes earlier turns otherwise.
+                text = ENDS[THINK] * self._opens_thought + written[written.rfind(_ANSWER) :]
+            return self.read(self._encoder.ids(asked), self._encoder.ids(text))
+
+        if self._may_rewrite and (found := read(answer()).text).strip() != _ANSWER:
+            raise InputError(
+                f"the turns that the chat template of {self._tokenizer.name_or_path} writes cannot be read (it writes "
+                f"{_ANSWER!r}, read is {found!r}); {_MENDED}"
+            )
+        if not self.tools:
+            return
+        written, calls = self._text([USER, answer([CALLED])], False), read(answer([CALLED])).calls
         if [(call["name"], call["arguments"]) for call in calls] != [(CALLED["name"], _ARGUMENTS)]:
             raise InputError(
                 f"the chat template of {self._tokenizer.name_or_path} does not write calls as JSON between {CALL} and "
@@ -193,22 +275,49 @@ class TemplateDialogue(Dialogue):
 
 
 def make_dialogue(
-    kind: Literal["auto", "renderers"], tokenizer: PreTrainedTokenizerBase, chat_template: bool, tools: Messages
+    kind: Literal["auto", "renderers"],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: bool,
+    tools: Messages,
+    history: Literal["sampled", "template"] = "sampled",
 ) -> Dialogue:
     """The dialogue of a run. Raises `InputError` where tokenizer and template do not allow it."""
     if kind == "renderers":
         if not chat_template:
             raise InputError("dialogue: renderers is for prompts with chat_template: true; set it, or dialogue: auto")
-        from dapo_mega.environments.renderers_dialogue import RenderersDialogue
+        from dapo_mega.environments.renderers_dialogue import ReadByRenderers, RenderersDialogue
 
-        return RenderersDialogue(tokenizer, tools)
-    return TemplateDialogue(tokenizer, tools) if chat_template else BareText(tokenizer, tools)
+        return ReadByRenderers(tokenizer, tools) if history == "template" else RenderersDialogue(tokenizer, tools)
+    return TemplateDialogue(tokenizer, tools, history == "template") if chat_template else BareText(tokenizer, tools)
 
 
 def named(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with no markup in the name and id that a policy may have made up."""
     odd = {key: "unknown" for key in ("name", "tool_call_id") if not re.fullmatch(r"[\w.:-]*", message.get(key) or "")}
     return {**message, **odd}
+
+
+def with_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """The message with another text for each that somebody wrote: what is said, thought, and arguments of calls."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {change(str(key)): changed(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [changed(each) for each in value]
+        return change(value) if isinstance(value, str) else value
+
+    def in_call(call: Mapping[str, Any]) -> dict[str, Any]:
+        return {**call, "function": {**call["function"], "arguments": changed(call["function"]["arguments"])}}
+
+    texts = {key: change(message[key]) for key in ("content", "reasoning_content") if message.get(key)}
+    calls = {"tool_calls": [in_call(call) for call in message["tool_calls"]]} if message.get("tool_calls") else {}
+    return {**message, **texts, **calls}
+
+
+def stand_in(message: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
+    """The message with texts that control nothing."""
+    return with_texts(message, lambda text: _PLAIN.format(number) if text.strip() else text)
 
 
 def _shown(messages: Messages) -> list[dict[str, Any]]:

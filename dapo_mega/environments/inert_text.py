@@ -67,6 +67,10 @@ class InertEncoder:
                 end = at + len(marker)
         return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)], own
 
+    def cut_markers(self, text: str) -> str:
+        """The text, cut within each control token that it spells."""
+        return CUT.join(self.parts([(text, True)])[0])
+
     def encode(self, pieces: Pieces) -> list[int]:
         """The ids of the whole text where messages spell no control token."""
         parts, own = self.parts(pieces)

@@ -14,7 +14,7 @@ Message = Mapping[str, Any]
 
 EARNED: Final = ("reward", "correct")
 """What an environment may say of a turn, beside its named parts."""
-_KEYS: Final = ("text", "messages", "done", "reward", "correct", "parts", "stop")
+_KEYS: Final = ("text", "messages", "done", "reward", "correct", "parts", "stop", "rewrite")
 _ROLES: Final = ("user", "tool", "system")
 _STOPS: Final = ("", "done", "parse")
 
@@ -22,11 +22,12 @@ _STOPS: Final = ("", "done", "parse")
 @dataclass(frozen=True)
 class Observation:
     """What the policy sees next, and what its turn earned. `stop` says why the trajectory is over, and is empty while
-    it goes on."""
+    it goes on. With `rewrite` the messages stand for all that was said before, too."""
 
     messages: tuple[Message, ...]
     earned: Mapping[str, float]
     stop: str
+    rewrite: bool = False
 
 
 def read_observation(returned: Any, where: str) -> Observation:
@@ -36,15 +37,20 @@ def read_observation(returned: Any, where: str) -> Observation:
         also = f", not {unknown[0]!r}" if isinstance(found, dict) else ""
         raise MisuseError(f"{where} returned {found!r:.200}; give a dict with any of {', '.join(_KEYS)}{also}")
     text, messages, parts = found.get("text", ""), found.get("messages"), found.get("parts") or {}
-    done, stop = found.get("done", False), found.get("stop", "")
+    done, rewrite, stop = found.get("done", False), found.get("rewrite", False), found.get("stop", "")
     numbers = list(parts.values()) if isinstance(parts, dict) else [None]
     numbers += [] if (reward := found.get("reward")) is None else [reward]
     correct = found.get("correct")
-    is_right = isinstance(text, str) and isinstance(done, bool) and (correct is None or isinstance(correct, bool))
+    is_right = (
+        isinstance(text, str)
+        and isinstance(done, bool)
+        and isinstance(rewrite, bool)
+        and (correct is None or isinstance(correct, bool))
+    )
     if not is_right or not all(map(_is_number, numbers)):
         raise MisuseError(
-            f"{where} returned {found!r:.200}; text is a str, done a bool, reward a finite number or None, correct a "
-            f"bool or None, and parts a dict of finite numbers by names"
+            f"{where} returned {found!r:.200}; text is a str, done a bool, as rewrite, reward a finite number "
+            f"or None, correct a bool or None, and parts a dict of finite numbers by names"
         )
     if unusual := [name for name in parts if name in EARNED or not METRIC_PART.fullmatch(name)]:
         raise MisuseError(
@@ -62,7 +68,7 @@ def read_observation(returned: Any, where: str) -> Observation:
         )
     earned = {name: float(value) for name, value in parts.items()}
     earned |= {name: float(found[name]) for name in EARNED if found.get(name) is not None}
-    return Observation(tuple(messages), earned, (stop or "done") if done else "")
+    return Observation(tuple(messages), earned, (stop or "done") if done else "", rewrite)
 
 
 def _is_message(message: Any) -> bool:

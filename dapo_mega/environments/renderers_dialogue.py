@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dapo_mega.data.templates import chat_text, render_messages
-from dapo_mega.environments.dialogues import CALLED, USER, Dialogue, Messages, answer, named
+from dapo_mega.data.tokenizer import decoder
+from dapo_mega.environments.dialogues import (
+    CALLED,
+    USER,
+    Dialogue,
+    Messages,
+    TemplateDialogue,
+    answer,
+    named,
+    stand_in,
+    with_texts,
+)
 from dapo_mega.environments.inert_text import CUT, InertEncoder
 from dapo_mega.environments.markup import Read, call_of
 from dapo_mega.errors import InputError
@@ -24,6 +35,7 @@ class RenderersDialogue(Dialogue):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Messages = ()) -> None:
         self.tools = list(tools)
         self._tokenizer = tokenizer
+        self._decode = decoder(tokenizer)
         self._encoder = InertEncoder(tokenizer)
         self._renderer = self._chosen()
 
@@ -50,16 +62,11 @@ class RenderersDialogue(Dialogue):
         return other
 
     def read(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Read:
-        prompt, sampled = [int(i) for i in prompt_ids], [int(i) for i in sampled_ids]
-        parsed = self._renderer.parse_response(sampled, tools=self.tools or None, prompt_ids=prompt)
-        calls: list[dict[str, Any]] = []
-        for call in parsed.tool_calls:
-            problems = {"ok": "", "unknown_tool": "", "unclosed_block": "unclosed", "missing_name": "no_name"}
-            problem = problems.get(str(call.status), "bad_json")
-            calls.append(call_of(len(calls), call.name, call.arguments, problem) | ({"id": call.id} if call.id else {}))
-        return Read(parsed.content, parsed.reasoning_content or "", calls)
+        return _read(self._renderer, self.tools, prompt_ids, sampled_ids)
 
-    def extend(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], messages: Messages) -> list[int] | None:
+    def extend(
+        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], messages: Messages, history: Messages = ()
+    ) -> list[int] | None:
         prompt, sampled = [int(i) for i in prompt_ids], [int(i) for i in sampled_ids]
 
         def bridged(shown: Messages) -> list[int]:
@@ -76,25 +83,15 @@ class RenderersDialogue(Dialogue):
 
     def _chosen(self) -> Any:
         """The renderer of the model's name, or else the first that writes what the chat template writes."""
-        try:
-            import renderers.base
-            import renderers.configs
-        except ImportError as error:
-            raise InputError(
-                f"dialogue: renderers needs a library; pip install 'dapo_mega[renderers]' ({error})"
-            ) from error
         known = [[USER], [USER, answer(), USER], *([[USER, answer([CALLED]), CALLED]] if self.tools else [])]
-        name = renderers.base.MODEL_RENDERER_MAP.get(self._tokenizer.name_or_path)
-        renderers.base._populate_registry()
-        for kind in [name] if name else [kind for kind in renderers.base.RENDERER_REGISTRY if kind != "default"]:
-            config = renderers.configs._config_class_for(kind)(thinking_retention="all")
-            with contextlib.suppress(Exception):  # A renderer for other tokens fails in ways of its own.
-                self._renderer = renderers.create_renderer(self._encoder.tokenizer, config)
-                if name or all(map(self._writes, known)):
-                    return self._renderer
+        for is_named, renderer in _candidates(self._tokenizer, self._encoder):
+            self._renderer = renderer
+            with contextlib.suppress(Exception):
+                if is_named or all(map(self._writes, known)):
+                    return renderer
         raise InputError(
             f"the library renderers has none that writes what the chat template of {self._tokenizer.name_or_path} "
-            f"writes; use another template, or dialogue: auto"
+            f"writes; use another template, or dialogue: auto, or history: template"
         )
 
     def _writes(self, messages: Messages) -> bool:
@@ -105,20 +102,70 @@ class RenderersDialogue(Dialogue):
     def _inert(self, before: list[int], messages: Messages, make: Callable[[Messages], list[int]]) -> list[int] | None:
         """What `make` adds for these messages, if it has no more control tokens than for harmless ones."""
         given = [named(message) for message in messages]
-        parts = [self._encoder.parts([(message["content"], True)])[0] for message in messages]
-        cut = [message | {"content": CUT.join(part)} for message, part in zip(given, parts, strict=True)]
-        harmless = [message | {"content": "x" if message["content"].strip() else ""} for message in given]
+        cut = [with_texts(message, self._encoder.cut_markers) for message in given]
+        harmless = [stand_in(message) for message in given]
         expected = self._encoder.controls(make(harmless)[len(before) :])
         for shown in (cut, given):  # Some renderers, as gpt-oss', do not read special tokens, thus not the cuts.
             ids = make(shown)
             added = ids[len(before) :]
             kept = [i for i in added if i != self._encoder.cut]
-            num_cuts = sum(len(part) - 1 for part in parts) if shown is cut else 0
             if (
                 ids[: len(before)] == before
                 and added
                 and self._encoder.controls(kept) == expected
-                and len(kept) + num_cuts == len(added)
+                and CUT not in self._encoder.tokenizer.decode(kept)
             ):
                 return kept
         return None
+
+
+class ReadByRenderers(TemplateDialogue):
+    """A chat template that may rewrite, whose turns the library `renderers` reads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Messages = ()) -> None:
+        problem = InputError(f"the library renderers has none for the tokens of {tokenizer.name_or_path}")
+        encoder = InertEncoder(tokenizer)
+        opened = chat_text([USER], tokenizer, tools, True).removeprefix(chat_text([USER], tokenizer, tools, False))
+        for _, renderer in _candidates(tokenizer, encoder):
+            self._renderer = renderer
+            for self._opening in ([], encoder.ids(opened)):  # gpt-oss's needs what the template wrote of the turn.
+                try:
+                    super().__init__(tokenizer, tools, may_rewrite=True)
+                    return
+                except InputError as error:
+                    problem = error
+        raise problem
+
+    def read(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Read:
+        return _read(self._renderer, self.tools, prompt_ids, [*self._opening, *sampled_ids])
+
+
+def _candidates(tokenizer: PreTrainedTokenizerBase, encoder: InertEncoder) -> Iterator[tuple[bool, Any]]:
+    """Renderers for these tokens, and whether it is the one of the model's name."""
+    try:
+        import renderers.base
+        import renderers.configs
+    except ImportError as error:
+        raise InputError(
+            f"dialogue: renderers needs a library; pip install 'dapo_mega[renderers]' ({error})"
+        ) from error
+    name = renderers.base.MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
+    renderers.base._populate_registry()
+    for kind in [name] if name else [kind for kind in renderers.base.RENDERER_REGISTRY if kind != "default"]:
+        renderer = None
+        with contextlib.suppress(Exception):  # A renderer for other tokens fails in ways of its own.
+            config = renderers.configs._config_class_for(kind)(thinking_retention="all")
+            renderer = renderers.create_renderer(encoder.tokenizer, config)
+        if renderer:
+            yield bool(name), renderer
+
+
+def _read(renderer: Any, tools: Messages, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Read:
+    prompt, sampled = [int(i) for i in prompt_ids], [int(i) for i in sampled_ids]
+    parsed = renderer.parse_response(sampled, tools=list(tools) or None, prompt_ids=prompt)
+    calls: list[dict[str, Any]] = []
+    for call in parsed.tool_calls:
+        problems = {"ok": "", "unknown_tool": "", "unclosed_block": "unclosed", "missing_name": "no_name"}
+        problem = problems.get(str(call.status), "bad_json")
+        calls.append(call_of(len(calls), call.name, call.arguments, problem) | ({"id": call.id} if call.id else {}))
+    return Read(parsed.content, parsed.reasoning_content or "", calls)

@@ -13,17 +13,14 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, TypeVar
-
-import numpy as np
 
 from dapo_mega.config.environment import InTurns
 from dapo_mega.environments.account import DiffersError
 from dapo_mega.environments.dialogues import Dialogue
-from dapo_mega.environments.turns import Rows
+from dapo_mega.environments.rows import Pieces, Rows, turns_of
 from dapo_mega.errors import InputError
-from dapo_mega.types import GenerationRequest, Response, Trajectory, Turn, sampled_rows
+from dapo_mega.types import GenerationRequest, Response, Trajectory
 
 T = TypeVar("T")
 
@@ -102,9 +99,10 @@ class Session:
         self._request = request
         self._limits = limits
         self.on_wait: Callable[[bool], None] = lambda is_waiting: None
-        self._to_repeat = _by_prompt(begun, request) if begun else {}
-        self._first: Rows | None = None
-        self._others: list[Rows] = []
+        self._to_repeat: dict[bytes, list[Response]] = {}
+        for turn in turns_of(begun, request) if begun else ():
+            self._to_repeat.setdefault(turn.prompt_ids.tobytes(), []).append(turn.response)
+        self._pieces = Pieces(request)
         self._turns: list[Recorded] = []
         self._num_waiting = 0
         self._lock = asyncio.Lock()
@@ -140,7 +138,7 @@ class Session:
                 recorded = Recorded(rows, start, len(rows.token_ids), response)
                 self._turns.append(recorded)
                 noted = note(recorded)
-                self.so_far = self._trajectory()
+                self.so_far = self._pieces.trajectory()
                 return noted
         finally:
             self._num_waiting -= 1
@@ -159,28 +157,21 @@ class Session:
         again = sum(turn.rows.token_ids[: turn.start].tobytes() == prompt for turn in self._turns)
         number = int.from_bytes(hashlib.sha256(prompt + str(again).encode()).digest()[:8], "big")
         limits = [each for each in (max_tokens, self._limits.max_turn_tokens) if each]
-        ask = Ask(rows.next_request(number, min([*limits, self._left])), asyncio.get_running_loop().create_future())
+        ask = Ask(
+            rows.next_request(number, min([*limits, self._pieces.left])), asyncio.get_running_loop().create_future()
+        )
         self.events.put_nowait(ask)
         return await ask.answer
-
-    @property
-    def _pieces(self) -> list[Rows]:
-        return [self._first, *self._others] if self._first else self._others
-
-    @property
-    def _left(self) -> int:
-        limit = self._request.sampling.max_new_tokens
-        return limit - sum(limit - rows.left for rows in self._pieces)
 
     def _place(self, turn: Recorded | None, ids: list[int]) -> Rows | None:
         """The rows that a turn is to be sampled behind, with what it observes. None where that has no place, which ends
         the trajectory."""
-        left, row = self._left, self._request.prompt_token_ids.tolist()
+        left, row = self._pieces.left, self._request.prompt_token_ids.tolist()
         if left <= 0:
             self.stop = "tokens"
             return None
         is_end = turn is not None and turn.end == len(turn.rows.token_ids)
-        is_first = turn is None and self._first is None and bool(row) and ids[: len(row)] == row
+        is_first = turn is None and not self._pieces.has_row and bool(row) and ids[: len(row)] == row
         is_long = turn is not None and len(ids) > self._limits.max_observation_tokens
         if is_first:
             ids = ids[len(row) :]
@@ -190,16 +181,11 @@ class Session:
             self.stop = "context"
             return None
         if turn and is_end:
-            rows = turn.rows
-        elif is_first:
-            rows = self._first = Rows(self._request)
-        elif ids:
-            rows = Rows(replace(self._request, prompt_token_ids=np.empty(0, np.int32)))
-            self._others.append(rows)
-        else:
+            turn.rows.append(ids)
+            return turn.rows
+        if not ids and not is_first:
             raise RefusedError("the prompt is empty", param="messages")
-        rows.append(np.array(ids, np.int32))
-        return rows
+        return self._pieces.begin(ids, is_first)
 
     def behind_tokens(self, token_ids: list[int]) -> Place:
         """Where a prompt of these tokens goes on."""
@@ -233,67 +219,11 @@ class Session:
 
     def ended(self, stop: str) -> Trajectory | None:
         """The trajectory with what it earned, None without any turn."""
-        found = self._trajectory()
+        found = self._pieces.trajectory(stop)
         if found is None:
             return None
         last = replace(found.turns[-1], parts={**found.turns[-1].parts, **self.earned})
-        return replace(found, turns=(*found.turns[:-1], last), stop=stop)
-
-    def _trajectory(self) -> Trajectory | None:
-        """All pieces in one, each up to its last turn."""
-        pieces = [rows.trajectory() for rows in self._pieces if rows.turns]
-        if not pieces:
-            return None
-        lengths = [piece.turns[-1].stop for piece in pieces]
-        *starts, total = accumulate(lengths, initial=0)
-        parts = list(zip(pieces, lengths, starts, strict=True))
-        has_row = self._first is not None and bool(self._first.turns)
-        return Trajectory(
-            self._request.request_id,
-            np.concatenate([piece.token_ids[:length] for piece, length, _ in parts]),
-            np.concatenate([piece.logprobs[:length] for piece, length, _ in parts]),
-            np.concatenate([piece.sampled[:length] for piece, length, _ in parts]),
-            tuple(
-                Turn(turn.stop + at, turn.finish_reason, turn.parts) for piece, _, at in parts for turn in piece.turns
-            ),
-            tuple((version, end + at) for piece, _, at in parts for version, end in piece.version_spans),
-            tuple((engine, end + at) for piece, _, at in parts for engine, end in piece.engine_spans),
-            (*(() if has_row else (0,)), *starts[1:], total),
-        )
-
-
-def _by_prompt(begun: Trajectory, request: GenerationRequest) -> dict[bytes, list[Response]]:
-    """The turns of a trajectory, in their order, by the tokens of their prompt."""
-    found: dict[bytes, list[Response]] = {}
-    for first, end, has_row in begun.pieces:
-        at = first
-        for turn in (turn for turn in begun.turns if first < turn.stop <= end):
-            rows = sampled_rows(begun.sampled, at, turn.stop)
-            at = turn.stop
-            before = begun.token_ids[first : rows.start]
-            prompt = np.concatenate([request.prompt_token_ids, before]) if has_row else before
-            versions = _within(begun.version_spans, rows)
-            response = Response(
-                begun.id,
-                begun.token_ids[rows],
-                begun.logprobs[rows],
-                turn.finish_reason,
-                min(version for version, _ in versions),
-                versions,
-                _within(begun.engine_spans, rows),
-            )
-            found.setdefault(prompt.tobytes(), []).append(response)
-    return found
-
-
-def _within(spans: Sequence[tuple[T, int]], rows: slice) -> tuple[tuple[T, int], ...]:
-    """Those of spans (what, end) that are in some rows, from the first of them."""
-    ends = [end for _, end in spans]
-    return tuple(
-        (what, min(end, rows.stop) - rows.start)
-        for (what, end), start in zip(spans, [0, *ends], strict=False)
-        if end > rows.start and start < rows.stop
-    )
+        return replace(found, turns=(*found.turns[:-1], last))
 
 
 def compared(message: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,13 +1,14 @@
 """Turns of the policy and of an environment of the user's own, token by token.
 
-A turn's prompt is the prompt, all that was sampled and all that was observed before it: nothing is encoded twice. What
+A turn's prompt is the prompt, all that was sampled and all that was observed before it: nothing is encoded twice. Where
+the template or the environment rewrites that, the turn begins a piece of the trajectory with all of its prompt. What
 failed or was interrupted goes on where it stopped, in an environment that is brought to the same state; one that cannot
 be brought there again begins anew.
 """
 
 from __future__ import annotations
 
-import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,26 +18,19 @@ from typing import Any, Final
 
 import numpy as np
 
-from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.config.environment import OwnEnvironment
 from dapo_mega.environments.account import Counts, DiffersError, InTurnsEnvironment
 from dapo_mega.environments.base import Begun, Generate, Progress, TrajectoryFailure
 from dapo_mega.environments.dialogues import Dialogue
-from dapo_mega.environments.observations import Observation
+from dapo_mega.environments.observations import Observation, read_observation
 from dapo_mega.environments.pool import EnvironmentPool, LiveEnvironment
+from dapo_mega.environments.rows import Pieces
+from dapo_mega.errors import InputError
 from dapo_mega.rewards.processes import CallError
 from dapo_mega.rewards.records import RewardRecord
-from dapo_mega.types import (
-    GenerationRequest,
-    LogProbs,
-    Prompt,
-    Response,
-    TokenIds,
-    Trajectory,
-    Turn,
-    extend_spans,
-    sampled_rows,
-)
+from dapo_mega.types import GenerationRequest, Prompt, Trajectory
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_TOKEN: Final = 1024
 """Characters: no vocabulary has longer ones."""
@@ -57,6 +51,7 @@ class Turns(InTurnsEnvironment):
         self._own: OwnEnvironment = own
         self._pool = pool
         self._dialogue = dialogue
+        self._is_warned = False
 
     def log_to(self, path: Path) -> None:
         self._pool.log_to(path)
@@ -95,62 +90,95 @@ class Turns(InTurnsEnvironment):
     async def _played(
         self, life: _Life, prompt: Prompt, request: GenerationRequest, generate: Generate, progress: Progress
     ) -> Trajectory:
-        own, started = self._own, time.monotonic()
-        begun = progress.begun
-        rows = Rows(request, begun.trajectory if begun else None)
-        life.action_of = partial(self._action, rows)
+        own, started, begun = self._own, time.monotonic(), progress.begun
+        pieces = Pieces(request, begun.trajectory if begun else None)
+        life.action_of = partial(self._action, pieces)
         if begun:
             life.observations, life.snapshot = list(begun.observations), begun.snapshot
-        else:
-            first = await life.observe("reset", life.task, life.seed)
-            if self._is_huge(first) or not self._add(rows, self._dialogue.opening(prompt.messages, first.messages)):
-                raise CallError("its first observation is too long")
         while True:
-            turn = len(rows.turns)
-            if len(life.observations) > turn:
-                rows.add(await generate(rows.next_request(turn, own.max_turn_tokens)))
-                progress.begun = Begun(rows.trajectory(), tuple(life.observations), life.snapshot)
-                turn += 1
-            observation = await life.observe("step", life.action_of(turn - 1))
-            rows.note(observation.earned)
-            stop = observation.stop or ("turns" if turn == own.max_turns else "")
-            if not stop and own.trajectory_limit_s and time.monotonic() - started > own.trajectory_limit_s:
-                stop = "timeout"
-            if not stop and not rows.left:
-                stop = "tokens"
-            if not stop and (self._is_huge(observation) or not self._add(rows, self._following(rows, observation))):
-                stop = "context"
+            turn = pieces.num_turns
+            if turn < len(life.observations):
+                observation = read_observation(life.observations[turn], "it")
+            else:
+                call = ("step", life.action_of(turn - 1)) if turn else ("reset", life.task, life.seed)
+                observation = await life.observe(*call)
+            stop = ""
+            if turn:
+                pieces.last.note(observation.earned)
+                stop = observation.stop or ("turns" if turn == own.max_turns else "")
+                if not stop and own.trajectory_limit_s and time.monotonic() - started > own.trajectory_limit_s:
+                    stop = "timeout"
+                if not stop and not pieces.left:
+                    stop = "tokens"
+            stop = stop or self._add(pieces, prompt, life.observations, observation)
+            trajectory = pieces.trajectory(stop)
             if stop:
-                return rows.trajectory(stop)
-            progress.begun = Begun(rows.trajectory(), tuple(life.observations), life.snapshot)
+                if trajectory is None:
+                    raise CallError("its first observation is too long")
+                return trajectory
+            if trajectory:
+                progress.begun = Begun(trajectory, tuple(life.observations), life.snapshot)
+            limit = min(pieces.left, own.max_turn_tokens or pieces.left)
+            pieces.last.add(await generate(pieces.last.next_request(turn, limit)))
+            if trajectory := pieces.trajectory():
+                progress.begun = Begun(trajectory, tuple(life.observations), life.snapshot)
 
-    def _following(self, rows: Rows, observation: Observation) -> list[int]:
-        token_ids = self._dialogue.extend(*rows.of_turn(len(rows.turns) - 1), observation.messages)
-        if token_ids is None:
-            raise MisuseError(
-                "the chat template cannot be continued behind this turn of the policy without a change of what is "
-                "before it; use a template that only appends"
-            )
-        return token_ids
-
-    def _action(self, rows: Rows, turn: int) -> dict[str, Any]:
-        """What the environment is told of this turn."""
-        prompt_ids, sampled_ids = rows.of_turn(turn)
-        read = self._dialogue.read(prompt_ids, sampled_ids)
-        finish_reason = rows.turns[turn].finish_reason
-        return {**read._asdict(), "finish_reason": finish_reason, "turn": turn, "token_ids": sampled_ids}
-
-    def _is_huge(self, observation: Observation) -> bool:
-        """Whether it is too long for sure. To encode megabytes takes minutes, and all memory."""
+    def _add(self, pieces: Pieces, prompt: Prompt, observations: Sequence[Any], observation: Observation) -> str:
+        """Add the last observation. It begins a new piece where what is before it is to be written otherwise. Says why
+        the trajectory is over where it is too long or leaves no place for a turn (context), or where the template does
+        not write the turns before it again (parse)."""
         num_characters = sum(len(text) for message in observation.messages for text in message.values())
-        return num_characters > self._own.max_observation_tokens * _LONGEST_TOKEN
+        limit = self._own.max_observation_tokens
+        if num_characters > limit * _LONGEST_TOKEN:  # To encode megabytes takes minutes, and all memory.
+            return "context"
+        before, sampled = pieces.of_turn(pieces.num_turns - 1) if pieces.num_turns else ([], [])
+        ids = None
+        if not observation.rewrite and not before:
+            ids = self._dialogue.opening(prompt.messages, observation.messages)
+        elif not observation.rewrite:
+            history = [] if self._own.history == "sampled" else self._history(pieces, prompt, observations[:-1])
+            ids = self._dialogue.extend(before, sampled, observation.messages, history)
+        is_new = ids is None
+        if ids is None:
+            before += sampled
+            try:
+                ids = self._dialogue.whole(self._history(pieces, prompt, observations))
+            except InputError as error:
+                if not before:
+                    raise
+                self._note_unwritten(error)
+                return "parse"
+            if before and ids[: len(before)] == before:
+                ids, is_new = ids[len(before) :], False
+        if len(ids) > limit + len(before) * is_new or len(ids) >= pieces.left:
+            return "context"
+        if is_new or not pieces.num_turns:
+            pieces.begin(ids, is_behind_row=not is_new)
+        else:
+            pieces.last.append(ids)
+        return ""
 
-    def _add(self, rows: Rows, token_ids: Sequence[int]) -> bool:
-        """Add what was observed, unless it is too long or leaves no place for a turn."""
-        if len(token_ids) > self._own.max_observation_tokens or len(token_ids) >= rows.left:
-            return False
-        rows.append(np.array(token_ids, np.int32))
-        return True
+    def _note_unwritten(self, error: InputError) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            logger.warning("environment: %s: a trajectory ends with stop=parse; said once: %s", self._own.title, error)
+
+    def _history(self, pieces: Pieces, prompt: Prompt, observations: Sequence[Any]) -> list[Mapping[str, Any]]:
+        """The conversation up to the last of these observations, or up to the turn behind it."""
+        messages: list[Mapping[str, Any]] = [*prompt.messages]
+        for turn, returned in enumerate(observations):
+            seen = read_observation(returned, "it")
+            messages = [*(() if seen.rewrite else messages), *seen.messages]
+            if turn < pieces.num_turns:
+                messages.append(self._dialogue.said(*pieces.of_turn(turn)))
+        return messages
+
+    def _action(self, pieces: Pieces, turn: int) -> dict[str, Any]:
+        """What the environment is told of this turn."""
+        prompt_ids, sampled_ids = pieces.of_turn(turn)
+        read = self._dialogue.read(prompt_ids, sampled_ids)
+        finish_reason = pieces.turns[turn].finish_reason
+        return {**read._asdict(), "finish_reason": finish_reason, "turn": turn, "token_ids": sampled_ids}
 
 
 class _Life:
@@ -215,84 +243,6 @@ class _Life:
         live, self._live = self._live, None
         if live:
             live.close()
-
-
-class Rows:
-    """The rows of a trajectory so far. In `token_ids` the ids of its prompt are before those of the rows."""
-
-    def __init__(self, request: GenerationRequest, begun: Trajectory | None = None) -> None:
-        self._request = request
-        self._prompt_length = len(request.prompt_token_ids)
-        self.token_ids = request.prompt_token_ids
-        self._logprobs, self._sampled = np.empty(0, np.float32), np.empty(0, np.bool_)
-        self.turns: list[Turn] = []
-        self._versions: list[tuple[int, int]] = []
-        self._engines: list[tuple[str, int]] = []
-        if begun:
-            self.token_ids = np.concatenate([self.token_ids, begun.token_ids])
-            self._logprobs, self._sampled, self.turns = begun.logprobs, begun.sampled, list(begun.turns)
-            self._versions, self._engines = list(begun.version_spans), list(begun.engine_spans)
-
-    @property
-    def left(self) -> int:
-        """Tokens for which there is place."""
-        return self._request.sampling.max_new_tokens - len(self._sampled)
-
-    def next_request(self, turn: int, max_turn_tokens: int | None) -> GenerationRequest:
-        """The request of this turn, with random numbers of its own."""
-        return replace(
-            self._request,
-            prompt_token_ids=self.token_ids,
-            seed=_seed_of_turn(self._request.seed, turn),
-            engine=self._engines[-1][0] if self._engines else "",
-            sampling=replace(self._request.sampling, max_new_tokens=min(self.left, max_turn_tokens or self.left)),
-        )
-
-    def of_turn(self, turn: int) -> tuple[list[int], list[int]]:
-        """The prompt of a turn, and what was sampled for it."""
-        stop = self.turns[turn].stop
-        begin = self.turns[turn - 1].stop if turn else 0
-        split, end = self._prompt_length + sampled_rows(self._sampled, begin, stop).start, self._prompt_length + stop
-        return self.token_ids[:split].tolist(), self.token_ids[split:end].tolist()
-
-    def add(self, response: Response) -> None:
-        """Add a turn of the policy. Rows that were observed before it have its first version and engine."""
-        start, length = len(self._sampled), len(response.token_ids)
-        self.append(response.token_ids, response.logprobs)
-        versions = response.version_spans or ((response.weight_version, length),)
-        extend_spans(self._versions, versions, start)
-        extend_spans(self._engines, response.engine_spans, start)
-        self.turns.append(Turn(start + length, response.finish_reason))
-
-    def note(self, parts: Mapping[str, float]) -> None:
-        """Say what the last turn earned."""
-        self.turns[-1] = replace(self.turns[-1], parts=parts)
-
-    def append(self, token_ids: TokenIds, logprobs: LogProbs | None = None) -> None:
-        """Add rows, which were observed where they have no log-probs."""
-        length = len(token_ids)
-        self.token_ids = np.concatenate([self.token_ids, token_ids])
-        of_rows = np.zeros(length, np.float32) if logprobs is None else logprobs
-        self._logprobs = np.concatenate([self._logprobs, of_rows])
-        self._sampled = np.concatenate([self._sampled, np.full(length, logprobs is not None)])
-
-    def trajectory(self, stop: str = "") -> Trajectory:
-        return Trajectory(
-            self._request.request_id,
-            self.token_ids[self._prompt_length :],
-            self._logprobs,
-            self._sampled,
-            tuple(self.turns),
-            tuple(self._versions),
-            tuple(self._engines),
-            (len(self._sampled),),
-            stop,
-        )
-
-
-def _seed_of_turn(seed: int, turn: int) -> int:
-    """Below 2^128, as those of all requests; the first turn has the request's own."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {turn}".encode()).digest()[:16], "big") if turn else seed
 
 
 def seed_of_group(seed: int, index: int) -> int:

@@ -133,6 +133,8 @@ ELSEWHERE = {
         ("environment.retries", "environment.max_failed_share"),
         "unit/environments/test_turns.py::test_what_fails_too_often_is_no_number_and_too_much_of_it_ends_the_run",
     ),
+    "environment.history": "unit/environments/test_turns.py::"
+    "test_where_the_template_strips_thoughts_a_turn_begins_a_piece",
     "environment.built_in": "unit/environments/test_tools.py::test_what_cannot_be_tools_is_said_at_once",
     "environment.max_unreadable": "unit/environments/test_tools.py::test_unreadable_turns_in_a_row_end_the_trajectory",
     "environment.max_result_characters": "unit/environments/test_tools.py::test_a_long_result_is_cut_in_its_middle",

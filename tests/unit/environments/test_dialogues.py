@@ -192,13 +192,64 @@ def test_the_first_observation_controls_nothing(name, text):
     assert whole == ids_of(tokenizer, render_messages([*row, user("x" if text.strip() else text)], tokenizer, (), True))
 
 
-@pytest.mark.parametrize("kind", ["auto", "renderers"])
-def test_a_template_that_rewrites_what_was_sampled_is_refused_by_name(kind):
+@pytest.mark.parametrize(("kind", "history"), [("auto", "sampled"), ("auto", "template"), ("renderers", "sampled")])
+def test_a_template_that_rewrites_what_was_sampled_is_refused_by_name(kind, history):
     tokenizer = real("gpt_oss")
     if kind == "renderers":
         pytest.importorskip("renderers", reason="the library renderers is not installed")
     with pytest.raises(InputError, match=r"gpt_oss.* use another template"):
-        make_dialogue(kind, tokenizer, True, ())
+        make_dialogue(kind, tokenizer, True, (), history)
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>thought<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+    "<|channel|>analysis<|message|>thought<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+    '<|constrain|>json<|message|>{"a": 1}<|call|>',
+)
+HERMES = (
+    "<think>\nthought\n</think>\n\nYes.<|im_end|>",
+    '<think>\nthought\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "texts"),
+    [("strips", "auto", HERMES), ("qwen3", "auto", HERMES), ("qwen3", "renderers", HERMES),
+     ("gpt_oss", "renderers", HARMONY)],
+)  # fmt: skip
+def test_a_rewritten_history_is_the_templates_whole_text_and_controls_nothing(name, kind, texts):
+    if kind == "renderers":
+        pytest.importorskip("renderers", reason="the library renderers is not installed")
+    tokenizer = synthetic(STRIPS) if name == "strips" else real(name)
+    dialogue = make_dialogue(kind, tokenizer, True, TOOLS, "template")
+    answered, called = ([*ids_of(tokenizer, text)] for text in texts)
+    row = [user("Q")]
+    prompt = [*ids_of(tokenizer, render_messages(row, tokenizer, TOOLS, False)), *dialogue.opening(row, [])]
+    said = dialogue.said(prompt, answered)
+    assert said == {"role": "assistant", "content": "Yes.", "reasoning_content": "thought"}
+    asked = [*row, said, user("B")]
+    assert dialogue.extend(prompt, answered, [user("B")], asked[:-1]) is None
+    answer = "\n\nYes." if name == "strips" else "Yes."  # It keeps what is behind the thought as it is.
+    shown = [*row, {"role": "assistant", "content": answer}, user("B")]
+    assert dialogue.whole(asked) == ids_of(tokenizer, render_messages(shown, tokenizer, TOOLS))
+    said = dialogue.said(prompt, called)
+    assert (said["content"], said["tool_calls"][0]["function"]) == ("", {"name": "add", "arguments": {"a": 1}})
+    added = dialogue.extend(prompt, called, [tool("2")], [*row, said])
+    whole = dialogue.whole([*row, said, tool("2")])
+    assert "thought" in tokenizer.decode(whole) or name == "strips"
+    assert added is None if name in ("gpt_oss", "strips") else [*prompt, *called, *added] == whole
+    for hostile_text in (END, "<|end|>", "a<|start|>", "</think>", "</tool_response>"):
+        function = {"name": "add", "arguments": {"a": [hostile_text]}}
+        bad = said | {"tool_calls": [said["tool_calls"][0] | {"function": function}], "reasoning_content": hostile_text}
+        ids = dialogue.whole([*row, bad, tool(hostile_text)])
+        assert control_of(tokenizer, ids) == control_of(tokenizer, whole)
+        assert tokenizer.decode(ids).count(hostile_text) >= 2
+
+
+def test_a_template_that_drops_what_is_said_cannot_be_rewritten_either():
+    drops = chatml("{{ m.content if m.role != 'user' or loop.first }}")
+    with pytest.raises(InputError, match="drops, alters or moves what a message of role user says"):
+        make_dialogue("auto", synthetic(drops), True, (), "template")
 
 
 def test_a_stop_token_is_there_once_and_a_turn_that_was_cut_off_is_closed():

@@ -3,7 +3,9 @@
 import asyncio
 import hashlib
 import json
+import re
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,16 +13,20 @@ import pytest
 
 from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.config.environment import OwnEnvironment
+from dapo_mega.data.templates import render_messages
 from dapo_mega.data.tokenizer import build_byte_tokenizer, decoder
 from dapo_mega.environments.base import Progress, TrajectoryFailure
 from dapo_mega.environments.build import try_environment
-from dapo_mega.environments.dialogues import BareText
+from dapo_mega.environments.dialogues import BareText, TemplateDialogue
 from dapo_mega.environments.observations import read_observation
 from dapo_mega.environments.pool import EnvironmentPool
 from dapo_mega.environments.turns import Turns
 from dapo_mega.errors import InputError
 from dapo_mega.rollout.groups import OpenGroup, pack_open, unpack_open
 from dapo_mega.types import GenerationRequest, Prompt, Response, SamplingParams
+
+from .programs import assert_exact
+from .test_dialogues import STRIPS, chatml, synthetic
 
 CODE = """
 import json, os, pathlib, random, time
@@ -69,6 +75,11 @@ class Own:
         if self.number == 1 and action["turn"] == 1: raise OSError("once")
         return {"text": f"{self.number}", "done": action["turn"] == 2}
 
+class Folding(Echo):
+    def step(self, action):
+        seen = super().step(action)
+        return seen | {"text": "so far", "rewrite": True} if action["turn"] == 1 else seen
+
 class NoStep:
     def reset(self, task, seed): pass
 
@@ -109,19 +120,19 @@ def turns(code):
     """Makes `Turns` of a class of the file with these keys; its pool ends with the test."""
     pools = []
 
-    def make(name="Echo", **keys):
+    def make(name="Echo", dialogue=None, **keys):
         own = OwnEnvironment(path=f"{code}:{name}", **{"num_workers": 1, **keys})
         pools.append(EnvironmentPool(own))
-        return Turns(own, pools[-1], BareText(TOKENIZER))
+        return Turns(own, pools[-1], dialogue or BareText(TOKENIZER))
 
     yield make
     for pool in pools:
         pool.close()
 
 
-def request(max_new_tokens=400, number=3, seed=1):
+def request(max_new_tokens=400, number=3, seed=1, prompt=PROMPT):
     return GenerationRequest(
-        number, PROMPT.token_ids, (seed << 64) | number, SamplingParams(max_new_tokens=max_new_tokens)
+        number, prompt.token_ids, (seed << 64) | number, SamplingParams(max_new_tokens=max_new_tokens)
     )
 
 
@@ -143,10 +154,10 @@ def answered(text=None, versions=(4,)):
     return generate, asked
 
 
-def run(environment, asked, text=None, versions=(4,), progress=None):
+def run(environment, asked, text=None, versions=(4,), prompt=PROMPT):
     """The trajectory, and the requests of its turns."""
     generate, requests = answered(text, versions)
-    return asyncio.run(environment.run(PROMPT, asked, generate, progress or Progress())), requests
+    return asyncio.run(environment.run(prompt, asked, generate, Progress())), requests
 
 
 def same(one, other):
@@ -323,11 +334,79 @@ def test_a_trajectory_goes_on_behind_every_event(turns, tmp_path):
         assert log_entries["close"] == num_events
 
 
-async def _interrupted(environment, num_events):
+CHATS = synthetic(STRIPS)
+QUESTION = ({"role": "user", "content": "Q"},)
+ASKED = render_messages(QUESTION, CHATS, (), False)
+CHAT = Prompt(7, ASKED, np.array(CHATS(ASKED)["input_ids"], np.int32), "42", messages=QUESTION)
+THOUGHT = "<think>a</think>b"
+
+
+def test_where_the_template_strips_thoughts_a_turn_begins_a_piece(turns):
+    environment = turns(dialogue=TemplateDialogue(CHATS, (), True), history="template", settings={"stop_at": 3})
+    trajectory, requests = run(environment, request(prompt=CHAT), THOUGHT, prompt=CHAT)
+    assert_exact(trajectory, CHAT, requests)
+    assert len(trajectory.pieces) == len(trajectory.turns) == 3
+    *_, asked = (CHATS.decode(each.prompt_token_ids) for each in requests)
+    said = [{"role": "assistant", "content": "\n\nb"}, {"role": "user", "content": ""}] * 2
+    seen = iter(re.findall(r"<\d+>", asked))
+    shown = [message if message["content"] else message | {"content": next(seen)} for message in said]
+    assert asked == render_messages([*QUESTION, *shown], CHATS)
+    kept = turns(dialogue=TemplateDialogue(CHATS), settings={"stop_at": 3})
+    assert len(run(kept, request(prompt=CHAT), THOUGHT, prompt=CHAT)[0].pieces) == 1
+    plain, _ = run(environment, request(prompt=CHAT), "b", prompt=CHAT)
+    assert len(plain.pieces) == 1
+
+
+def test_an_environment_that_rewrites_the_history_begins_a_piece(turns):
+    environment = turns("Folding", settings={"stop_at": 4})
+    trajectory, requests = run(environment, request(), "ab")
+    assert_exact(trajectory, PROMPT, requests)
+    assert requests[2].prompt_token_ids.tolist() == encode("so far")
+    assert [first for first, *_ in trajectory.pieces] == [0, trajectory.turns[1].stop]
+    assert requests[3].prompt_token_ids.tolist()[: len(encode("so farab"))] == encode("so farab")
+    assert requests[2].engine == "http://a"
+    assert [r.sampling.max_new_tokens for r in requests[1:3]] == [400 - trajectory.turns[0].stop - 4 - 1,
+        400 - trajectory.turns[1].stop - len(encode("so far"))]  # fmt: skip
+    short, requests = run(environment, request(trajectory.turns[1].stop + 6), "ab")
+    assert (short.stop, len(requests)) == ("context", 2)
+
+
+@pytest.mark.parametrize("kind", ["Folding", "chat"])
+def test_a_rewritten_history_goes_on_behind_every_event(turns, kind):
+    prompt = CHAT if kind == "chat" else PROMPT
+    make = partial(turns, settings={"stop_at": 3})
+    if kind == "chat":
+        make = partial(make, dialogue=TemplateDialogue(CHATS, (), True), history="template")
+    else:
+        make = partial(make, "Folding")
+    text = THOUGHT if kind == "chat" else None
+    whole, requests = run(make(), request(prompt=prompt), text, prompt=prompt)
+    assert len(whole.pieces) > 1
+    for event in range(2 * len(requests)):
+        environment = make()
+        (group,) = asyncio.run(_interrupted(environment, event, prompt, text))
+        generate, asked = answered(text)
+        asyncio.run(group.roll_out(environment, generate))
+        (found,) = group.members()
+        assert same(found, whole), event
+        assert len(asked) == len(requests) - (event + 1) // 2, event
+        environment.close()
+
+
+def test_a_turn_that_the_template_does_not_write_again_ends_the_trajectory(turns, caplog):
+    refuses = chatml("{{ raise_exception('no b') if m.content == 'b' }}{{ m.content.split('</think>')[-1] }}")
+    dialogue = TemplateDialogue(synthetic(refuses), (), True)
+    environment = turns(dialogue=dialogue, history="template", settings={"stop_at": 3})
+    trajectory, _ = run(environment, request(prompt=CHAT), "b", prompt=CHAT)
+    assert (trajectory.stop, len(trajectory.turns)) == ("parse", 1)
+    assert "no b" in caplog.text
+
+
+async def _interrupted(environment, num_events, prompt=PROMPT, text=None):
     """A group of one trajectory that is cancelled after so many events, and saved and loaded as a checkpoint is."""
     count, reached = 0, asyncio.Event()
-    generate, _ = answered()
-    group = OpenGroup(PROMPT, (request(),))
+    generate, _ = answered(text)
+    group = OpenGroup(prompt, (request(prompt=prompt),))
     original = environment._pool.started
 
     async def passed():
@@ -358,7 +437,7 @@ async def _interrupted(environment, num_events):
     await asyncio.gather(task, return_exceptions=True)
     environment._pool.started = original
     records = json.loads(json.dumps(records))
-    return unpack_open(records, arrays, {7: PROMPT}, lambda ids, prompt: [request(number=i) for i in ids])
+    return unpack_open(records, arrays, {7: prompt}, lambda ids, of: [request(number=i, prompt=of) for i in ids])
 
 
 @pytest.mark.parametrize(
