@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from functools import partial
@@ -288,13 +289,15 @@ DELTA_MODELS: dict[str, Callable[[Path], Path]] = {
 """The same of families with gated delta layers, among the others where Megatron-Core has these for packed sequences."""
 
 
+_DELTA_FILES = "core/ssm/gated_delta_net*"
+
+
 def has_delta() -> bool:
     """Whether this Megatron-Core has gated delta layers for packed sequences."""
-    import megatron.core.ssm
-
-    file = Path(megatron.core.ssm.__file__).parent / "gated_delta_net"
-    text = (file / "common.py" if file.is_dir() else file.with_suffix(".py")).read_text()
-    return "cu_seqlens=None" in text
+    found = importlib.util.find_spec("megatron")
+    assert found
+    layers = [file for place in found.submodule_search_locations or () for file in Path(place).glob(_DELTA_FILES)]
+    return any("cu_seqlens=None" in (file / "common.py" if file.is_dir() else file).read_text() for file in layers)
 
 
 if has_delta():
