@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from dapo_mega.models import Architecture, ModelFamily, ShardRule, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer, save_shard, shard_files, write_index
-from dapo_mega.models.layouts import GATED
+from dapo_mega.models.layouts import DELTA, GATED, delta_sections
 from dapo_mega.models.megatron_format.files import (
     CRITIC_PREFIX,
     OPTIMIZER_KEY,
@@ -37,6 +37,7 @@ from dapo_mega.models.megatron_format.files import (
     MegatronCheckpoint,
     MegatronFiles,
     cuts,
+    delta_part,
     is_finite,
     is_megatron_folder,
     no_extra_state,
@@ -273,17 +274,21 @@ def _hf_blocks(
     dtype = checkpoint.source.spec(placed.hf[0]).dtype
     shape = _padded(placed, arch, size)
     for rank, file in enumerate(files):
-        for part, (offsets, sizes) in enumerate(cuts(placed.layout, shape, rank, size)):
+        for part, (offsets, sizes) in enumerate(cuts(placed.layout, shape, arch, rank, size)):
             # Gate and up projections are stored one after the other, each sharded separately.
             names = (placed.hf[part],) if placed.layout is ShardRule.GATE_UP else placed.hf
             read = partial(_hf_shard, checkpoint.source, names, placed.layout, part, arch, rank, size)
-            yield file, _stacked(entry, entry.key, shape, dtype, offsets, sizes, read, " / ".join(names))
+            block = _stacked(entry, entry.key, shape, dtype, offsets, sizes, read, " / ".join(names))
+            yield file, _as_stored(block, placed, arch)
 
 
 def _hf_shard(
     source: TensorSource, names: Sequence[str], layout: ShardRule, part: int, arch: Architecture, rank: int, size: int
 ) -> Tensor:
     tensors = [source.tensor(name) for name in names]
+    if layout in DELTA:
+        shard = take_shard(tensors, layout, arch, rank, size)
+        return shard.split([rows // size for rows in delta_sections(len(shard) * size, arch)])[part]
     if layout is ShardRule.FUSED_GATE_UP:
         tensors = [tensors[0].chunk(2)[part]]
     return take_shard(tensors, ShardRule.COLUMN if layout in GATED else layout, arch, rank, size)
@@ -296,11 +301,12 @@ def _stored_blocks(
     shape = _padded(placed, checkpoint.arch, size)
     dtype = stored.tensors[source_key].properties.dtype
     for rank, file in enumerate(files):
-        for offsets, sizes in cuts(placed.layout, shape, rank, size):
+        for offsets, sizes in cuts(placed.layout, shape, checkpoint.arch, rank, size):
             read = partial(_stored_block, stored, source_key, entry, offsets, sizes)
             state = "" if source_key == entry.key else f" (optimizer, {source_key})"
             label = f"{' / '.join(placed.hf)}{state}"
-            yield file, _stacked(entry, checkpoint.stored_key(key), shape, dtype, offsets, sizes, read, label)
+            block = _stacked(entry, checkpoint.stored_key(key), shape, dtype, offsets, sizes, read, label)
+            yield file, _as_stored(block, placed, checkpoint.arch)
 
 
 def _stored_block(
@@ -314,6 +320,14 @@ def _stored_block(
     if present == sizes:
         return block
     return torch.cat([block, block.new_zeros(sizes[0] - present[0], *sizes[1:])])
+
+
+def _as_stored(block: Block, placed: PlacedTensor, arch: Architecture) -> Block:
+    """The block as one of the part that it belongs to, of parameters that are stored in parts."""
+    if placed.layout not in DELTA:
+        return block
+    key, shape, first = delta_part(block.key, block.shape, block.offsets[0], arch)
+    return replace(block, key=key, shape=shape, offsets=(block.offsets[0] - first, *block.offsets[1:]))
 
 
 def _stacked(

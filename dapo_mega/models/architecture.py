@@ -92,6 +92,35 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class GatedDelta:
+    """Layers with a gated delta rule (arXiv:2412.06464) in place of attention: a causal convolution over queries, keys
+    and values, and a state per value head that decays and is corrected by every token."""
+
+    layers: frozenset[int]
+    """Counted from 0."""
+    conv_kernel: int
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
+    @property
+    def key_width(self) -> int:
+        """Rows of all keys, as many as those of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def sections(self) -> list[int]:
+        """Rows of queries, keys and values, which the convolution has too, and of output gates, betas and decays."""
+        keys, values, heads = self.key_width, self.value_width, self.num_value_heads
+        return [keys, keys, values, values, heads, heads]
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Sizes and switches of one model, as read from its Hugging Face `config.json`."""
 
@@ -121,6 +150,11 @@ class Architecture:
     mlp_bias: bool = False
     qk_norm: bool = False
     experts: Experts | None = None
+    gated_delta: GatedDelta | None = None
+    output_gate: bool = False
+    """Whether what attention returns is weighted by a sigmoid of the token, which the queries' projection has too."""
+    zero_centred_norms: bool = False
+    """Whether norms scale by 1 + weight; that within gated delta layers scales by its weight."""
     latent_attention: LatentAttention | None = None
     """If set, `head_dim` is that of queries and keys, rotated and unrotated parts together."""
     has_value_head: bool = False
@@ -166,6 +200,10 @@ class Architecture:
         """Whether the MLP of `layer`, counted from 0, is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
+    def has_delta(self, layer: int) -> bool:
+        """Whether `layer`, counted from 0, has a gated delta rule in place of attention."""
+        return self.gated_delta is not None and layer in self.gated_delta.layers
+
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Vocabulary size rounded up to a multiple of the tensor-parallel size."""
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
@@ -186,7 +224,7 @@ class Architecture:
         heads = self.num_query_groups
         if heads % tensor and tensor % heads:
             return f"neither divides the model's num_key_value_heads={heads} nor is a multiple of it"
-        rows = (self.num_attention_heads // heads + 2) * self.head_dim
+        rows = (self.num_attention_heads // heads * (1 + self.output_gate) + 2) * self.head_dim
         if tensor > heads and rows % (tensor // heads):
             return (
                 f"makes {tensor // heads} processes share each of the model's num_key_value_heads={heads}, whose "
@@ -217,6 +255,12 @@ class Architecture:
             )
         if self.experts:
             self.experts.check_sizes(self.num_layers)
+        delta = self.gated_delta
+        if delta and delta.num_value_heads % delta.num_key_heads:
+            raise InputError(
+                f"linear_num_key_heads={delta.num_key_heads} does not divide "
+                f"linear_num_value_heads={delta.num_value_heads}; correct them"
+            )
 
     def check_layout(self, parallel: ParallelConfig) -> None:
         """Raise InputError for parallel sizes that do not divide this model, naming those that do."""
@@ -241,6 +285,19 @@ class Architecture:
                 f"choose one of {divisors(self.num_layers)}"
             )
         self._check_experts(parallel)
+        self._check_delta(parallel)
+
+    def _check_delta(self, parallel: ParallelConfig) -> None:
+        if self.gated_delta is None:
+            return
+        if self.gated_delta.num_key_heads % (parallel.tensor * parallel.context):
+            raise InputError(
+                f"parallel.tensor={parallel.tensor} x parallel.context={parallel.context} does not divide the model's "
+                f"linear_num_key_heads={self.gated_delta.num_key_heads}; choose sizes whose product does"
+            )
+        if parallel.tensor > 1 and not parallel.sequence:
+            # Megatron sums the gradients of the norm within these layers only then.
+            raise InputError("gated delta layers under parallel.tensor >= 2 need parallel.sequence=true")
 
     def check_fp8(self, parallel: ParallelConfig, scaling: str) -> None:
         """Raise InputError for sizes that FP8 products with this `compute.fp8.scaling` cannot take in this layout."""

@@ -42,6 +42,12 @@ _COUNTS = {
     "qk_nope_head_dim": (0, 2**20),
     "qk_rope_head_dim": (1, 2**20),
     "v_head_dim": (1, 2**20),
+    "full_attention_interval": (1, _MOST_LAYERS),
+    "linear_conv_kernel_dim": (1, 2**10),
+    "linear_num_key_heads": (1, 2**20),
+    "linear_num_value_heads": (1, 2**20),
+    "linear_key_head_dim": (1, 2**20),
+    "linear_value_head_dim": (1, 2**20),
 }
 # Bounds that are not reached themselves.
 _NUMBERS = {

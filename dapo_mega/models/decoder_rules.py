@@ -5,6 +5,8 @@ Rules whose tensors only some models have (biases, norms on queries and keys) lo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import TensorRule
 from dapo_mega.models.layouts import ShardRule
@@ -64,6 +66,31 @@ ATTENTION = (
     ),
 )
 """Grouped-query attention with the norm before it."""
+
+
+def _on_attention(rule: TensorRule) -> TensorRule:
+    """The rule for attention with output gates, in models that have it in some of their layers."""
+    layout = ShardRule.GATED_QKV if rule.layout is ShardRule.QKV else rule.layout
+    return rule if rule is INPUT_NORM else replace(rule, layout=layout, layers="attention")
+
+
+def hybrid_attention(delta_inputs: tuple[str, ...]) -> tuple[TensorRule, ...]:
+    """Gated attention in some layers and a gated delta rule in the others, by the names of that one's projections."""
+
+    def delta(megatron: str, hf: tuple[str, ...], layout: ShardRule) -> TensorRule:
+        names = tuple(f"{HF_LAYER}linear_attn.{name}" for name in hf)
+        return TensorRule((_ATTENTION + megatron,), names, layout, layers="delta")
+
+    inputs = tuple(f"{name}.weight" for name in delta_inputs)
+    return (
+        *map(_on_attention, ATTENTION),
+        delta("in_proj.weight", inputs, ShardRule.DELTA_BY_HEAD if len(inputs) == 2 else ShardRule.DELTA),
+        delta("conv1d.weight", ("conv1d.weight",), ShardRule.DELTA),
+        delta("dt_bias", ("dt_bias",), ShardRule.COLUMN),
+        delta("A_log", ("A_log",), ShardRule.COLUMN),
+        delta("out_norm.weight", ("norm.weight",), ShardRule.REPLICATED),
+        delta("out_proj.weight", ("out_proj.weight",), ShardRule.ROW),
+    )
 
 
 def _projects_queries_up(arch: Architecture) -> bool:

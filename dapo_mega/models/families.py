@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -27,13 +28,17 @@ from typing import Any, Literal
 
 from dapo_mega.atomic_files import read_json_object, refuse_special_files
 from dapo_mega.errors import InputError
-from dapo_mega.models.architecture import Architecture, Experts, LatentAttention
+from dapo_mega.models.architecture import Architecture, Experts, GatedDelta, LatentAttention
 from dapo_mega.models.config_values import check_values
 from dapo_mega.models.layouts import ShardRule
 from dapo_mega.models.unsupported import refusal
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes by the names of tensors without `model.`, `layers.` and the numbers of layers and experts."""
+
+
+LayerKind = Literal["all", "attention", "delta", "dense", "experts"]
+"""Layers with attention or with a gated delta rule, and with an MLP or with a mixture of experts."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class TensorRule:
     hf: tuple[str, ...]
     layout: ShardRule
     applies: Callable[[Architecture], bool] = lambda arch: True
-    layers: Literal["all", "dense", "experts"] = "all"
+    layers: LayerKind = "all"
 
     @property
     def per_expert(self) -> bool:
@@ -126,9 +131,9 @@ class ModelFamily:
             yield from self._outside_layers(arch, self.before_layers)
         per_layer = [rule for rule in self.per_layer if rule.applies(arch)]
         for layer in layers:
-            absent = "dense" if arch.has_experts(layer) else "experts"
+            kinds = _kinds(arch, layer)
             for rule in per_layer:
-                if rule.layers == absent:
+                if rule.layers not in kinds:
                     continue
                 if rule.per_expert:
                     assert arch.experts
@@ -141,17 +146,21 @@ class ModelFamily:
     def num_tensors(self, arch: Architecture) -> int:
         """How many Hugging Face tensors `tensors` lists for the whole model, counted without listing them."""
         experts = arch.experts
-        num_dense = sum(not arch.has_experts(layer) for layer in range(arch.num_layers))
+        kinds = Counter(kind for layer in range(arch.num_layers) for kind in _kinds(arch, layer))
         outside = (rule for rule in (*self.before_layers, *self.after_layers) if rule.applies(arch))
         count = sum(len(rule.hf) for rule in outside)
         for rule in (rule for rule in self.per_layer if rule.applies(arch)):
-            layers = {"all": arch.num_layers, "dense": num_dense, "experts": arch.num_layers - num_dense}[rule.layers]
-            count += len(rule.hf) * layers * (experts.number if experts and rule.per_expert else 1)
+            count += len(rule.hf) * kinds[rule.layers] * (experts.number if experts and rule.per_expert else 1)
         return count
 
     @staticmethod
     def _outside_layers(arch: Architecture, rules: tuple[TensorRule, ...]) -> Iterator[PlacedTensor]:
         return (PlacedTensor(rule.megatron, rule.hf, rule.layout) for rule in rules if rule.applies(arch))
+
+
+def _kinds(arch: Architecture, layer: int) -> tuple[LayerKind, ...]:
+    mixes: LayerKind = "delta" if arch.has_delta(layer) else "attention"
+    return ("all", mixes, "experts" if arch.has_experts(layer) else "dense")
 
 
 @cache
@@ -232,7 +241,7 @@ def read_architecture(file: Path) -> tuple[ModelFamily, Architecture]:
         raise InputError(f"{file} lacks the key {error}; copy the checkpoint again") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{file} holds a value that no {family.model_type} model has ({error}); correct it") from error
-    for part in (arch, arch.experts, arch.latent_attention):
+    for part in (arch, arch.experts, arch.latent_attention, arch.gated_delta):
         _check_sizes(part, file)
     try:
         arch.check_sizes()
@@ -241,7 +250,7 @@ def read_architecture(file: Path) -> tuple[ModelFamily, Architecture]:
     return family, arch
 
 
-def _check_sizes(part: Architecture | Experts | LatentAttention | None, file: Path) -> None:
+def _check_sizes(part: Architecture | Experts | LatentAttention | GatedDelta | None, file: Path) -> None:
     sizes = {field.name: getattr(part, field.name) for field in fields(part) if field.type == "int"} if part else {}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:

@@ -256,7 +256,11 @@ def check_source(source: TensorSource, family: ModelFamily, arch: Architecture) 
 
 def _further_layers(source: TensorSource, names: set[str], arch: Architecture) -> set[str]:
     """Tensors of layers beyond the model's, with a warning that they are left out."""
-    further = {name for name in names if (found := _LAYER.match(name)) and int(found[1]) >= arch.num_layers}
+    further = {
+        name
+        for name in names
+        if name.startswith("mtp.") or ((found := _LAYER.match(name)) and int(found[1]) >= arch.num_layers)
+    }
     if further:
         logger.warning(
             "%s: %d tensors of layers beyond num_hidden_layers=%d (multi-token prediction) are left out, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from dapo_mega.models.architecture import Architecture, Experts, LatentAttention
+from dapo_mega.models.architecture import Architecture, Experts, GatedDelta, LatentAttention
 from dapo_mega.models.families import Shapes, find_family
 
 _NUMBERED = re.compile(r"(?<=\blayers)\.\d+|(?<=\bexperts)\.\d+")
@@ -37,6 +37,8 @@ def _shapes(arch: Architecture) -> Shapes:
         shapes |= _attention(arch)
     if arch.experts:
         shapes |= _experts(hidden, arch.experts)
+    if arch.gated_delta:
+        shapes |= _gated_delta(hidden, arch.gated_delta)
     return {**shapes, **find_family(arch.model_type).shapes(arch)}
 
 
@@ -44,7 +46,7 @@ def _attention(arch: Architecture) -> Shapes:
     hidden, dim = arch.hidden_size, arch.head_dim
     queries, keys = arch.num_attention_heads * dim, arch.num_query_groups * dim
     return {
-        **_linear("self_attn.q_proj", queries, hidden),
+        **_linear("self_attn.q_proj", queries * (1 + arch.output_gate), hidden),
         **_linear("self_attn.k_proj", keys, hidden),
         **_linear("self_attn.v_proj", keys, hidden),
         **_linear("self_attn.o_proj", hidden, queries),
@@ -84,6 +86,23 @@ def _experts(hidden: int, experts: Experts) -> Shapes:
         shapes |= _mlp("mlp.shared_experts", hidden, experts.shared_ffn_hidden_size)
         shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     return shapes
+
+
+def _gated_delta(hidden: int, delta: GatedDelta) -> Shapes:
+    keys, values, heads = delta.key_width, delta.value_width, delta.num_value_heads
+    return {
+        **_linear("linear_attn.in_proj_qkvz", 2 * keys + 2 * values, hidden),
+        **_linear("linear_attn.in_proj_ba", 2 * heads, hidden),
+        **_linear("linear_attn.in_proj_qkv", 2 * keys + values, hidden),
+        **_linear("linear_attn.in_proj_z", values, hidden),
+        **_linear("linear_attn.in_proj_b", heads, hidden),
+        **_linear("linear_attn.in_proj_a", heads, hidden),
+        "linear_attn.conv1d.weight": (2 * keys + values, 1, delta.conv_kernel),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.norm.weight": (delta.value_head_dim,),
+        **_linear("linear_attn.out_proj", hidden, values),
+    }
 
 
 def _mlp(prefix: str, hidden: int, inner: int) -> Shapes:

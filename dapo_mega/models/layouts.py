@@ -33,6 +33,13 @@ class ShardRule(Enum):
     """Weights or biases of q, k, v interleaved by query group, cut along the rows: between groups, or within each."""
     GATE_UP = "gate_up"
     """Gate and up projections; each rank holds its piece of gate, then its piece of up."""
+    GATED_QKV = "gated_qkv"
+    """Like QKV, where q holds each head's query and then its output gate; a group's gates follow its queries."""
+    DELTA = "delta"
+    """One after the other the rows of a gated delta layer's q, k, v, and of its gate, beta and decay or of none; each
+    rank holds its piece of each."""
+    DELTA_BY_HEAD = "delta_by_head"
+    """The same parameter as DELTA, of two tensors by key head: q, k, v, gate; and beta, decay."""
     FUSED_QKV = "fused_qkv"
     """The same parameter as QKV, of one tensor that holds all of q, then k, then v."""
     FUSED_GATE_UP = "fused_gate_up"
@@ -40,6 +47,7 @@ class ShardRule(Enum):
 
 
 GATED = (ShardRule.GATE_UP, ShardRule.FUSED_GATE_UP)
+DELTA = (ShardRule.DELTA, ShardRule.DELTA_BY_HEAD)
 
 
 def take_shard(tensors: Sequence[Tensor], layout: ShardRule, arch: Architecture, tp_rank: int, tp_size: int) -> Tensor:
@@ -59,11 +67,17 @@ def take_shard(tensors: Sequence[Tensor], layout: ShardRule, arch: Architecture,
         tensors = tensors[0].chunk(2)
     if layout in GATED:
         return torch.cat([tensor.chunk(tp_size)[tp_rank] for tensor in tensors])
+    if layout in DELTA:
+        whole = _from_key_heads(tensors, arch) if layout is ShardRule.DELTA_BY_HEAD else torch.cat(list(tensors))
+        return torch.cat([part.chunk(tp_size)[tp_rank] for part in whole.split(delta_sections(len(whole), arch))])
     if layout is ShardRule.FUSED_QKV:
         keys = arch.num_query_groups * arch.head_dim
         tensors = tensors[0].split([arch.num_attention_heads * arch.head_dim, keys, keys])
     groups = arch.num_query_groups
     rest = tensors[0].shape[1:]
+    if layout is ShardRule.GATED_QKV:
+        queries = tensors[0].reshape(groups, -1, 2, arch.head_dim, *rest).transpose(1, 2)
+        tensors = [queries.reshape(-1, *rest), *tensors[1:]]
     by_group = [tensor.reshape(groups, -1, *rest) for tensor in tensors]
     first = groups * tp_rank // tp_size
     mine = [tensor[first : first + max(1, groups // tp_size)] for tensor in by_group]
@@ -91,10 +105,44 @@ def merge_shards(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture
     if layout is ShardRule.GATE_UP:
         halves = [shard.chunk(2) for shard in shards]
         return [_joined([half[i] for half in halves]) for i in (0, 1)]
+    if layout in DELTA:
+        sizes = delta_sections(sum(map(len, shards)), arch)
+        parts = [shard.split([size // len(shards) for size in sizes]) for shard in shards]
+        sections = [_joined(pieces) for pieces in zip(*parts, strict=True)]
+        if layout is ShardRule.DELTA_BY_HEAD:
+            return _to_key_heads(sections, arch)
+        return [torch.cat(sections[:3]), *sections[3:]]
     rest = shards[0].shape[1:]
     full = _joined(shards).reshape(arch.num_query_groups, -1, *rest)
     queries = arch.num_attention_heads // arch.num_query_groups * arch.head_dim
+    if layout is ShardRule.GATED_QKV:
+        gated, *others = full.split([2 * queries, arch.head_dim, arch.head_dim], dim=1)
+        by_head = gated.unflatten(1, (2, -1, arch.head_dim)).transpose(1, 2)
+        return [by_head.flatten(0, 3), *(part.flatten(0, 1) for part in others)]
     return [part.flatten(0, 1) for part in full.split([queries, arch.head_dim, arch.head_dim], dim=1)]
+
+
+def delta_sections(num_rows: int, arch: Architecture) -> list[int]:
+    """Rows of the parts of a DELTA parameter of all ranks together: of the projection, or of the convolution."""
+    assert arch.gated_delta
+    sections = arch.gated_delta.sections
+    return sections if num_rows == sum(sections) else sections[:3]
+
+
+def _from_key_heads(tensors: Sequence[Tensor], arch: Architecture) -> Tensor:
+    """q, k, v, gate, beta and decay one after the other."""
+    assert arch.gated_delta
+    heads = arch.gated_delta.num_key_heads
+    sizes = [rows // heads for rows in arch.gated_delta.sections]
+    by_head = zip(tensors, (sizes[:4], sizes[4:]), strict=True)
+    parts = [part for tensor, rows in by_head for part in tensor.unflatten(0, (heads, -1)).split(rows, dim=1)]
+    return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def _to_key_heads(sections: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+    assert arch.gated_delta
+    by_head = [section.unflatten(0, (arch.gated_delta.num_key_heads, -1)) for section in sections]
+    return [torch.cat(parts, dim=1).flatten(0, 1) for parts in (by_head[:4], by_head[4:])]
 
 
 def _joined(shards: Sequence[Tensor], dim: int = 0) -> Tensor:

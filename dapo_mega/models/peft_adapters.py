@@ -23,14 +23,14 @@ from dapo_mega.models.families import ModelFamily, PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors
 from dapo_mega.models.hf_shapes import hf_shape
 from dapo_mega.models.hf_writer import save_shard
-from dapo_mega.models.layouts import ShardRule
+from dapo_mega.models.layouts import DELTA, ShardRule
 from dapo_mega.models.megatron_format.files import ADAPTER_CONFIG_FILE
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-# Of embeddings, the output layer, norms and routers.
-_NOT_LINEAR = (ShardRule.REPLICATED, ShardRule.VOCAB)
+# Of embeddings, the output layer, norms, routers, and what a gated delta layer projects to.
+_NOT_LINEAR = (ShardRule.REPLICATED, ShardRule.VOCAB, *DELTA)
 _WEIGHT = re.compile(r"\.weight(\d*)$")
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 # What peft's configuration may hold that changes what an adapter computes, with the values that it has without.

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-_DELTA = "gated delta layers in place of most attention, and gated attention in the others"
 _GEMMA = "norms around attention and MLP, norms that scale by 1 + weight, GELU, and scaled embeddings"
 _OLMO = "norms behind attention and MLP instead of before them, and norms over all heads of q and k together"
 _SPARSE = "attention to a chosen part of the tokens"
@@ -22,11 +21,6 @@ _DIFFERENCES = {
     "mixtral": ("qwen3_moe", "other names of the experts' tensors, and no norms on q and k"),
     "olmo2": ("llama", _OLMO),
     "olmo3": ("llama", f"{_OLMO}, and sliding windows in most layers"),
-    "qwen3_5": ("qwen3", _DELTA),
-    "qwen3_5_text": ("qwen3", _DELTA),
-    "qwen3_5_moe": ("qwen3_moe", _DELTA),
-    "qwen3_5_moe_text": ("qwen3_moe", _DELTA),
-    "qwen3_next": ("qwen3_moe", _DELTA),
 }
 # Keys of transformers 4, and those that say nothing about what is computed.
 _WITHOUT_MEANING = {

@@ -87,10 +87,10 @@ class ActivationModel:
         shape: MicroBatchShape,
         kind: LayerKind,
     ) -> None:
-        if placement.arch.latent_attention:
+        if placement.arch.latent_attention or placement.arch.gated_delta:
+            what = "multi-head latent attention" if placement.arch.latent_attention else "gated delta layers"
             raise InputError(
-                f"activations of multi-head latent attention ({placement.arch.model_type}) are not modelled; "
-                f"measure the memory of a step"
+                f"activations of {what} ({placement.arch.model_type}) are not modelled; measure the memory of a step"
             )
         self.placement = placement
         self.compute = compute

@@ -183,14 +183,16 @@ def engine_weight_bytes(engine: EngineLayout, arch: Architecture) -> float:
 
 
 def cache_bytes_per_token(placement: RankLayout, engine: EngineLayout) -> float:
-    """Bytes of one token's keys and values in all layers on one GPU of an engine, at least one head of them."""
+    """Bytes of one token's keys and values in all layers on one GPU of an engine, at least one head of them. The state
+    of a gated delta layer does not grow with tokens and is not counted."""
     arch, element = placement.arch, DTYPE_BYTES["bf16" if engine.dtype == "fp8" else engine.dtype]
     if arch.latent_attention:
         # The latent vectors, on each GPU all of them.
         latent = arch.latent_attention.key_value_rank + arch.latent_attention.rotated_head_dim
         return float(arch.num_layers * latent * element)
     heads = -(-arch.num_query_groups // engine.tensor)
-    return 2.0 * arch.num_layers * heads * arch.head_dim * element
+    num_layers = sum(not arch.has_delta(layer) for layer in range(arch.num_layers))
+    return 2.0 * num_layers * heads * arch.head_dim * element
 
 
 def _layer_gradients(model: ActivationModel) -> float:

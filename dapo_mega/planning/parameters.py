@@ -100,9 +100,10 @@ def adapter_numels(placement: RankLayout, chunk: Chunk, lora: LoraConfig) -> tup
     parallel, arch, rank = placement.parallel, placement.arch, lora.rank
     dense: list[int] = []
     experts: list[int] = []
-    alike = {arch.has_experts(layer): layer for layer in chunk.layers}
+    alike = {(arch.has_experts(layer), arch.has_delta(layer)): layer for layer in chunk.layers}
     for layer in chunk.layers:
-        for rows, columns, num_parts, is_row, is_expert in _adapted_in(arch, alike[arch.has_experts(layer)], lora):
+        example = alike[arch.has_experts(layer), arch.has_delta(layer)]
+        for rows, columns, num_parts, is_row, is_expert in _adapted_in(arch, example, lora):
             size = parallel.expert_tensor if is_expert else parallel.tensor
             down, up = (columns // size, rows) if is_row else (columns, rows // size)
             found = [rank * down] * num_parts + [rank * up]
@@ -134,11 +135,14 @@ def _adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[tuple[
 def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
     """Elements of each parameter of a chunk on one process, experts left out."""
     arch = placement.arch
-    attention = [arch.hidden_size, arch.hidden_size, *attention_matrices(placement), *_attention_vectors(placement)]
+    norms = [arch.hidden_size, arch.hidden_size]
+    attention = [*norms, *attention_matrices(placement), *_attention_vectors(placement)]
+    delta = [*norms, *delta_matrices(placement), *_delta_vectors(placement)]
     mlp, routing = _mlp_numels(placement), _routing_numels(placement, arch.experts) if arch.experts else []
     numels: list[int] = []
     for layer in chunk.layers:
-        numels += attention + (routing if arch.experts and arch.has_experts(layer) else mlp)
+        numels += delta if arch.has_delta(layer) else attention
+        numels += routing if arch.experts and arch.has_experts(layer) else mlp
     embedding = placement.vocabulary * arch.hidden_size
     if chunk.is_first:
         numels.append(embedding)
@@ -167,6 +171,24 @@ def attention_matrices(placement: RankLayout) -> list[int]:
     if latent.query_rank is None:
         return [*matrices, queries * hidden]
     return [*matrices, latent.query_rank * hidden, queries * latent.query_rank]
+
+
+def delta_matrices(placement: RankLayout) -> list[int]:
+    """Elements of the weights around a layer's gated delta rule on one process."""
+    delta, hidden = placement.arch.gated_delta, placement.arch.hidden_size
+    if delta is None:
+        return []
+    size = placement.parallel.tensor
+    return [sum(delta.sections) * hidden // size, delta.value_width * hidden // size]
+
+
+def _delta_vectors(placement: RankLayout) -> list[int]:
+    """Elements of the convolution, of the decays' two vectors and of the norm within a gated delta layer."""
+    delta, tensor = placement.arch.gated_delta, placement.parallel.tensor
+    if delta is None:
+        return []
+    heads = delta.num_value_heads // tensor
+    return [sum(delta.sections[:3]) * delta.conv_kernel // tensor, heads, heads, delta.value_head_dim]
 
 
 def _attention_vectors(placement: RankLayout) -> list[int]:
@@ -212,6 +234,8 @@ def linear_elements(placement: RankLayout, layer: int) -> int:
     """Elements of the weights of a transformer layer's linear layers, which FP8 applies to."""
     arch, chunk = placement.arch, Chunk(layer, 1, is_first=False, is_last=False)
     vectors = 2 * arch.hidden_size
+    if arch.has_delta(layer):
+        vectors += sum(_delta_vectors(placement))
     if arch.experts and arch.has_experts(layer):
         vectors += (arch.experts.number + arch.experts.gates_shared) * arch.hidden_size
     return sum(dense_numels(placement, chunk)) - vectors + sum(expert_numels(placement, chunk))

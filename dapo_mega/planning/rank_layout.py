@@ -74,15 +74,16 @@ class RankLayout:
 
     @property
     def projected_heads(self) -> int:
-        """Heads of queries, keys and values in the product that a process cuts its own from."""
+        """Heads of queries, their gates, keys and values in the product that a process cuts its own from."""
+        gated = 1 + self.arch.output_gate
         if self.gathers_projection:
-            return self.arch.num_attention_heads + 2 * self.arch.num_query_groups
-        return self.query_heads + 2 * self.key_heads
+            return gated * self.arch.num_attention_heads + 2 * self.arch.num_query_groups
+        return gated * self.query_heads + 2 * self.key_heads
 
     @property
     def projection_rows(self) -> int:
-        """Rows of the weight that projects to queries, keys and values, on one process."""
-        heads = self.arch.num_attention_heads + 2 * self.arch.num_query_groups
+        """Rows of the weight that projects to queries, their gates, keys and values, on one process."""
+        heads = (1 + self.arch.output_gate) * self.arch.num_attention_heads + 2 * self.arch.num_query_groups
         return heads * self.arch.head_dim // self.parallel.tensor
 
     @property

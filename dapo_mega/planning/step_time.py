@@ -10,7 +10,7 @@ from dapo_mega.config import ParallelConfig
 from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.communication import Traffic, step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token, engine_weight_bytes
-from dapo_mega.planning.parameters import attention_matrices
+from dapo_mega.planning.parameters import attention_matrices, delta_matrices
 from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
 
@@ -114,7 +114,15 @@ def layer_flops(placement: RankLayout, length: float) -> tuple[float, float]:
     values = arch.latent_attention.value_head_dim if arch.latent_attention else arch.head_dim
     # A causal query sees half of the sequence: scores and weighted sum.
     attention = arch.num_attention_heads * (arch.head_dim + values) * length
-    return 2.0 * (sum(attention_matrices(RankLayout(arch, ParallelConfig(), 1))) + mlps), attention
+    whole = RankLayout(arch, ParallelConfig(), 1)
+    linear = 2.0 * sum(attention_matrices(whole))
+    if delta := arch.gated_delta:
+        # Of each head's state the products with key and query, and the correction.
+        rule = 6.0 * delta.value_width * delta.key_head_dim
+        share = len(delta.layers) / arch.num_layers
+        linear = (1 - share) * linear + share * (2.0 * sum(delta_matrices(whole)) + rule)
+        attention *= 1 - share
+    return linear + 2.0 * mlps, attention
 
 
 def _mlp_weights(arch: Architecture, layer: int) -> int:

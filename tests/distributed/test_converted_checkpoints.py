@@ -12,7 +12,7 @@ from dapo_mega.megatron.processes import start_processes
 
 from .launching import run_distributed
 from .three_updates import three_updates
-from .tiny import FAMILY_MODELS, make_moe_model
+from .tiny import FAMILY_MODELS, has_delta, make_moe_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -29,6 +29,9 @@ CASES = {
     "qwen2_moe": (VPP, {**TP2, "expert": 2}, [{"expert": 4}]),
     "deepseek_v3": ({**TP2, "expert": 2}, {"expert": 4}, [{**TP2, "pipeline": 2, "expert": 2}, VPP]),
 }
+if has_delta():
+    CASES["qwen3_5, tied"] = (TP2, VPP, [{**TP2, "pipeline": 2}, {"context": 2}])
+    CASES["qwen3_next"] = ({**TP2, "expert": 2}, {}, [{**TP2, "expert_tensor": 2}])
 SHARD_BYTES = 1 << 20
 
 

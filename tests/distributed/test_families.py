@@ -15,16 +15,18 @@ from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes
 
 from .launching import run_distributed
-from .tiny import FAMILY_MODELS, make_samples
+from .tiny import DELTA_MODELS, FAMILY_MODELS, make_samples
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MIXTURES = tuple(name for name in FAMILY_MODELS if name.startswith(("qwen2_moe", "qwen3_moe", "deepseek", "glm4_moe")))
+KINDS = ("qwen2_moe", "qwen3_moe", "deepseek", "glm4_moe", "qwen3_next", "qwen3_5_moe")
+MIXTURES = tuple(name for name in FAMILY_MODELS if name.startswith(KINDS))
 DENSE = tuple(name for name in FAMILY_MODELS if name not in MIXTURES)
 ALL = DENSE + MIXTURES
 # What the families' own code has no part in, test_parallel_parity.py shows of one dense model.
-LEARNERS = ("qwen2, tied", "qwen3_moe", "deepseek_v3")
+DELTA = tuple(name for name in ("qwen3_next", "qwen3_5") if name in FAMILY_MODELS)
+LEARNERS = ("qwen2, tied", "qwen3_moe", "deepseek_v3", *DELTA)
 TP2 = {"tensor": 2, "sequence": True}
 
 
@@ -41,11 +43,11 @@ class Case:
 LAYOUTS = {
     "one": Case(1),
     "one_bf16": Case(1, dtype="bf16"),
-    "tp2": Case(2, {"tensor": 2}, DENSE),
+    "tp2": Case(2, {"tensor": 2}, tuple(name for name in DENSE if name not in DELTA_MODELS)),
     "tp2_sp": Case(2, TP2, DENSE),
     "tp2_experts_cut": Case(2, {**TP2, "expert_tensor": 2}, MIXTURES),
     "pp2": Case(2, {"pipeline": 2}),
-    "cp2": Case(2, {"context": 2}, ("qwen3", "llama, all biases, tied", "mistral", "phi3")),
+    "cp2": Case(2, {"context": 2}, ("qwen3", "llama, all biases, tied", "mistral", "phi3", *DELTA)),
     "ep2": Case(2, {"expert": 2}, MIXTURES),
     "tp2_pp2": Case(4, {**TP2, "pipeline": 2}, DENSE),
     "tp2_pp2_bf16": Case(4, {**TP2, "pipeline": 2}, DENSE, "bf16"),

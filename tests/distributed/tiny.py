@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from functools import partial
@@ -175,6 +176,42 @@ def make_smollm3_model(folder: Path, **changes: Any) -> Path:
     return save_random(SmolLM3Config(**{**_SIZES, "no_rope_layers": [1, 0, 1, 0], **changes}), folder)
 
 
+_DELTA_SIZES = {
+    **_SIZES,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def make_qwen3_next_model(folder: Path, **changes: Any) -> Path:
+    """Qwen3-Next: three gated delta layers and one of gated attention, a shared expert beside four others."""
+    from transformers import Qwen3NextConfig
+
+    return save_random(Qwen3NextConfig(**{**_DELTA_SIZES, **changes}), folder, scale=0.08)
+
+
+def make_qwen3_5_model(folder: Path, **changes: Any) -> Path:
+    """Qwen3.5: gated delta layers and attention in turn, a smaller part of each head rotated."""
+    from transformers import Qwen3_5TextConfig
+
+    kinds = ["linear_attention", "full_attention"] * 2
+    return save_random(Qwen3_5TextConfig(**{**_DELTA_SIZES, "layer_types": kinds, **changes}), folder, scale=0.08)
+
+
+def make_qwen3_5_moe_model(folder: Path, **changes: Any) -> Path:
+    """Qwen3.5's mixture of experts."""
+    from transformers import Qwen3_5MoeTextConfig
+
+    return save_random(Qwen3_5MoeTextConfig(**{**_DELTA_SIZES, **changes}), folder, scale=0.08)
+
+
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _MAGNITUDES = {"mscale": 0.8, "mscale_all_dim": 0.6}
 
@@ -239,6 +276,32 @@ FAMILY_MODELS: dict[str, Callable[[Path], Path]] = {
     ),
 }
 """Makers of checkpoints of all model families, and of each switch that changes what a family's model computes."""
+
+DELTA_MODELS: dict[str, Callable[[Path], Path]] = {
+    "qwen3_next": make_qwen3_next_model,
+    "qwen3_next, biases, a dense layer, unscaled weights": partial(
+        make_qwen3_next_model, attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False, num_key_value_heads=1
+    ),
+    "qwen3_5": make_qwen3_5_model,
+    "qwen3_5, tied": partial(make_qwen3_5_model, tie_word_embeddings=True),
+    "qwen3_5_moe": make_qwen3_5_moe_model,
+}
+"""The same of families with gated delta layers, among the others where Megatron-Core has these for packed sequences."""
+
+
+_DELTA_FILES = "core/ssm/gated_delta_net*"
+
+
+def has_delta() -> bool:
+    """Whether this Megatron-Core has gated delta layers for packed sequences."""
+    found = importlib.util.find_spec("megatron")
+    assert found
+    layers = [file for place in found.submodule_search_locations or () for file in Path(place).glob(_DELTA_FILES)]
+    return any("cu_seqlens=None" in (file / "common.py" if file.is_dir() else file).read_text() for file in layers)
+
+
+if has_delta():
+    FAMILY_MODELS.update(DELTA_MODELS)
 
 
 def save_random(config: Any, folder: Path, seed: int = 0, scale: float = 0.15) -> Path:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -87,6 +87,10 @@ def _cache_dtype(model: PreTrainedModel) -> torch.dtype:
     return torch.float32 if model.dtype.itemsize < 4 and is_grouped and not is_latent else model.dtype
 
 
+def _has_states(model: PreTrainedModel) -> bool:
+    return "linear_attention" in (model.config.get_text_config().to_dict().get("layer_types") or ())
+
+
 def prompt_key(request: GenerationRequest) -> bytes:
     """Equal exactly for requests with the same prompt."""
     return request.prompt_token_ids.astype(np.int32).tobytes()
@@ -140,6 +144,35 @@ class _SlotLayer(DynamicLayer):
         self.keys, self.values = (buffer[:num_rows, :, self._first : self._end] for buffer in self._buffers)
 
 
+class _StateLayer(LinearAttentionLayer):
+    """One gated delta layer's states, of each row one of each kind whatever its length."""
+
+    def __init__(self, prefilled: LinearAttentionLayer, num_rows: int) -> None:
+        super().__init__()
+        self.__dict__.update(prefilled.__dict__)
+        self.conv_states, self.recurrent_states = (
+            {index: state.new_empty(num_rows, *state.shape[1:]) for index, state in states.items()}
+            for states in (prefilled.conv_states, prefilled.recurrent_states)
+        )
+
+    def fill(self, rows: slice, prefilled: LinearAttentionLayer, repeats: Tensor) -> None:
+        for mine, others in zip(self._states, (prefilled.conv_states, prefilled.recurrent_states), strict=True):
+            for index, state in others.items():
+                mine[index][rows] = state.repeat_interleave(repeats, dim=0)
+
+    def drop_rows(self, places: Tensor, movers: Tensor, num_rows: int, num_unused: int) -> None:
+        """Move rows `movers` to `places`, then keep the first `num_rows` rows."""
+        for states in self._states:
+            for index, state in states.items():
+                if len(places):
+                    state[places] = state[movers]
+                states[index] = state[:num_rows]
+
+    @property
+    def _states(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        return self.conv_states, self.recurrent_states
+
+
 def _roomy_buffer(like: Tensor, num_rows: int, num_slots: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised buffer with 1.5 times the slots in use, so that growing costs each token O(1) copies."""
     _, num_heads, _, head_dim = like.shape
@@ -167,7 +200,7 @@ class RowBatch:
         self._num_slots = lengths[-1]
         self._unused = self._num_slots - torch.tensor(lengths, device=model.device)
         self._is_ragged = lengths[0] != lengths[-1]
-        self._layers: list[_SlotLayer] = []
+        self._layers: list[_SlotLayer | _StateLayer] = []
 
     def decode(self, check_stop: Callable[[], None] = lambda: None) -> Iterator[FinishedRow]:
         """Yield each row as soon as it finishes. `check_stop` is called before every token and may raise."""
@@ -204,7 +237,7 @@ class RowBatch:
         for i, prompt in enumerate(prompts):
             ids[i, width - len(prompt) :] = prompt
             mask[i, width - len(prompt) :] = 1
-        cache = DynamicCache()
+        cache = DynamicCache(config=self._model.config) if _has_states(self._model) else DynamicCache()
         output = self._model(
             input_ids=torch.from_numpy(ids).to(device),
             attention_mask=None if mask.all() else torch.from_numpy(mask).to(device),
@@ -213,16 +246,22 @@ class RowBatch:
             use_cache=True,
             logits_to_keep=1,
         )
-        self._layers = self._layers or [
-            _SlotLayer(len(self._rows), self._num_slots, layer.keys, layer.values, _cache_dtype(self._model))
-            for layer in cache.layers
-        ]
+        self._layers = self._layers or [self._empty_layer(layer) for layer in cache.layers]
         repeats = torch.tensor([len(rows) for rows in members], device=device)
         first, last = members[0][0], members[-1][-1]
         for layer, prefilled in zip(self._layers, cache.layers, strict=True):
+            if isinstance(layer, _StateLayer):
+                layer.fill(slice(first, last + 1), prefilled, repeats)
+                continue
             layer.keys[first : last + 1, :, -width:] = prefilled.keys.repeat_interleave(repeats, dim=0)
             layer.values[first : last + 1, :, -width:] = prefilled.values.repeat_interleave(repeats, dim=0)
         return output.logits[:, -1].repeat_interleave(repeats, dim=0)
+
+    def _empty_layer(self, prefilled: Any) -> _SlotLayer | _StateLayer:
+        if isinstance(prefilled, LinearAttentionLayer):
+            return _StateLayer(prefilled, len(self._rows))
+        keys, values = prefilled.keys, prefilled.values
+        return _SlotLayer(len(self._rows), self._num_slots, keys, values, _cache_dtype(self._model))
 
     def _sample(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
         if step % _UNIFORMS_AT_ONCE == 0:
@@ -234,7 +273,7 @@ class RowBatch:
 
     def _forward(self, token_ids: Tensor) -> Tensor:
         """Append `token_ids` [rows, 1] to the cache; returns the logits [rows, V] after them."""
-        num_slots = self._layers[0].get_seq_length() + 1
+        num_slots = next(layer for layer in self._layers if isinstance(layer, _SlotLayer)).get_seq_length() + 1
         mask = None
         if self._is_ragged:
             mask = torch.arange(num_slots, device=token_ids.device) >= self._unused.unsqueeze(1)

@@ -26,7 +26,8 @@ from dapo_mega.types import FinishReason, GenerationFailure, GenerationRequest, 
 class EmbeddedEngine:
     """Generates with a transformers causal LM; answers every request with a `Response`.
 
-    Works for models whose layers cache keys and values (full or sliding-window attention).
+    Works for models whose layers cache keys and values (full or sliding-window attention), some of them states (gated
+    delta layers).
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class EmbeddedEngine:
             language = language_config(raw)
             config = AutoConfig.from_pretrained(config) if language is raw else AutoConfig.for_model(**language)
         layer_types = set(config.get_text_config().to_dict().get("layer_types") or ())
-        if unsupported := layer_types - {"full_attention", "sliding_attention"}:
+        if unsupported := layer_types - {"full_attention", "sliding_attention", "linear_attention"}:
             raise ValueError(f"the embedded engine cannot cache layers of type {sorted(unsupported)}")
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

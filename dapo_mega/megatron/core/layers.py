@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -61,13 +62,16 @@ def block_spec(
     make_layer = _transformer_engine_layer if transformer_engine else _local_layer
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     chunk = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    layers = {has_experts: make_layer(config, has_experts) for has_experts in set(map(arch.has_experts, chunk))}
-    if arch.experts and arch.experts.groups and arch.experts.groups.ranked_by == "best" and True in layers:
-        _parts(layers[True].submodules.mlp).router = BestExpertGroupRouter
-    for layer in layers.values():
+    kinds = [(arch.has_experts(layer), arch.has_delta(layer)) for layer in chunk]
+    layers = {kind: make_layer(config, kind[0]) for kind in set(kinds)}
+    for (has_experts, has_delta), layer in layers.items():
+        if has_experts and arch.experts and arch.experts.groups and arch.experts.groups.ranked_by == "best":
+            _parts(layer.submodules.mlp).router = BestExpertGroupRouter
         _add_biases(layer, arch)
+        if has_delta:
+            _use_delta(layer, config, transformer_engine)
     return TransformerBlockSubmodules(
-        layer_specs=[layers[arch.has_experts(layer)] for layer in chunk],
+        layer_specs=[layers[kind] for kind in kinds],
         layer_norm=LayerNormImpl if transformer_engine else RMSNorm,
     )
 
@@ -79,6 +83,23 @@ def _add_biases(layer: ModuleSpec, arch: Architecture) -> None:
     if arch.mlp_bias:
         mlp = _parts(layer.submodules.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
+
+
+def _use_delta(layer: ModuleSpec, config: TransformerConfig, transformer_engine: bool) -> None:
+    # Imported when needed and Megatron's fusions are chosen.
+    from dapo_mega.megatron.core.gated_delta import delta_spec
+
+    backend: Any = LocalSpecProvider()
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        backend = TESpecProvider()
+    norm = LayerNormImpl if transformer_engine else RMSNorm
+    layer.submodules.input_layernorm = norm
+    layer.submodules.self_attention = delta_spec(
+        config, backend.column_parallel_linear(), norm, backend.row_parallel_linear()
+    )
+    layer.submodules.sharded_state_dict_keys_map.pop("input_layernorm.", None)
 
 
 def _biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:

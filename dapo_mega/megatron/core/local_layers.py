@@ -21,9 +21,12 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
+        self.is_zero_centred = config.layernorm_zero_centered_gamma
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] of the input's dtype; the mean square is taken over the last dimension in float32."""
+        if self.is_zero_centred:  # As in transformers, all in float32.
+            return _RMSNorm.apply(hidden.float(), 1 + self.weight.float(), self.eps).to(hidden.dtype)  # type: ignore[no-any-return]
         normed: Tensor = _RMSNorm.apply(hidden, self.weight, self.eps)
         return normed
 

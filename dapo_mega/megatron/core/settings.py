@@ -54,6 +54,8 @@ def transformer_config(
         no_rope_freq=[int(layer in arch.unrotated_layers) for layer in range(arch.num_layers)]
         if arch.unrotated_layers
         else None,
+        layernorm_zero_centered_gamma=arch.zero_centred_norms,
+        attention_output_gate=arch.output_gate,
         qk_layernorm=arch.qk_norm or arch.latent_attention is not None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -70,6 +72,7 @@ def transformer_config(
         **_device_settings(arch, model),
         **_expert_settings(arch, model, compute),
         **_latent_attention_settings(arch),
+        **_delta_settings(arch),
         **_recompute_settings(compute),
         **_fp8_settings(arch, compute),
     )
@@ -180,6 +183,21 @@ def _latent_attention_settings(arch: Architecture) -> dict[str, Any]:
         "beta_slow": scaling.beta_slow,
         "mscale": rotated,
         "mscale_all_dim": whole,
+    }
+
+
+def _delta_settings(arch: Architecture) -> dict[str, Any]:
+    delta = arch.gated_delta
+    if delta is None:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(arch.has_delta(layer)) for layer in range(arch.num_layers)],
+        "linear_conv_kernel_dim": delta.conv_kernel,
+        "linear_num_key_heads": delta.num_key_heads,
+        "linear_num_value_heads": delta.num_value_heads,
+        "linear_key_head_dim": delta.key_head_dim,
+        "linear_value_head_dim": delta.value_head_dim,
     }
 
 

@@ -43,7 +43,7 @@ from dapo_mega.models import Architecture, ModelFamily, ShardRule, merge_shards,
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, all_tensors, check_count
 from dapo_mega.models.hf_shapes import hf_shape
-from dapo_mega.models.layouts import GATED
+from dapo_mega.models.layouts import DELTA, GATED, delta_sections
 from dapo_mega.models.megatron_format.pickles import (
     COMMON_FILE,
     DAMAGED_PICKLE,
@@ -74,6 +74,10 @@ _LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
 _FUSED_NORM = ".layer_norm_weight"
 # Megatron-LM pads the vocabulary to a multiple of this times the tensor-parallel size.
 _MEGATRON_LM_MULTIPLE = 128
+# Megatron stores the parts of a gated delta layer's projection, and of its convolution, each on its own.
+_DELTA_PARTS = ("query", "key", "value", "z", "beta", "alpha")
+_DELTA_PART = re.compile(rf"(.+\.(?:in_proj|conv1d)\.weight)\.({'|'.join(_DELTA_PARTS)})")
+_LINEAR_WEIGHT = re.compile(r".+\.(?:linear_\w+|in_proj|out_proj)\.weight")
 # Queries, keys and values share one.
 _MOST_TENSORS_OF_A_BLOCK = 3
 
@@ -106,6 +110,8 @@ def _layers_are_alike(family: ModelFamily, arch: Architecture) -> bool:
         tensors = family.tensors(arch, range(layer, layer + 1), False, False)
         return {_LAYER.sub("", name) for placed in tensors for name in placed.megatron}
 
+    if arch.gated_delta:
+        return False
     return all(parameters(layer) == parameters(0) for layer in range(1, arch.num_layers))
 
 
@@ -133,16 +139,31 @@ def _key(placed: PlacedTensor, names: set[str]) -> str:
     return placed.megatron[0]
 
 
-def cuts(layout: ShardRule, shape: Sequence[int], rank: int, size: int) -> list[Range]:
+def cuts(layout: ShardRule, shape: Sequence[int], arch: Architecture, rank: int, size: int) -> list[Range]:
     """The blocks of a parameter of this shape that one of `size` tensor-parallel processes stores."""
     whole = (0,) * len(shape)
     if layout is ShardRule.REPLICATED:
         return [(whole, tuple(shape))] if rank == 0 else []
     axis = 1 if layout is ShardRule.ROW else 0
     count = 2 if layout in GATED else 1
-    span = shape[axis] // count // size
-    starts = [part * shape[axis] // count + rank * span for part in range(count)]
-    return [((*whole[:axis], start, *whole[axis + 1 :]), (*shape[:axis], span, *shape[axis + 1 :])) for start in starts]
+    sections = delta_sections(shape[0], arch) if layout in DELTA else [shape[axis] // count] * count
+    blocks, first = [], 0
+    for section in sections:
+        span = section // size
+        offsets = (*whole[:axis], first + rank * span, *whole[axis + 1 :])
+        blocks.append((offsets, (*shape[:axis], span, *shape[axis + 1 :])))
+        first += section
+    return blocks
+
+
+def delta_part(key: str, shape: Sequence[int], offset: int, arch: Architecture) -> tuple[str, tuple[int, ...], int]:
+    """Of a DELTA parameter of this key and shape the part that has a row: its key, its shape, and its first row."""
+    start = 0
+    for name, rows in zip(_DELTA_PARTS, delta_sections(shape[0], arch), strict=False):
+        if offset < start + rows:
+            return f"{key}.{name}", (rows, *shape[1:]), start
+        start += rows
+    raise AssertionError(key)
 
 
 class MegatronFiles:
@@ -174,12 +195,38 @@ class MegatronFiles:
             for key, item in stored.items()
             if isinstance(item, TensorStorageMetadata) and self._is_own(key)
         }
+        self._parts = self._join_parts()
         self._intact: set[MetadataIndex] = set()
         self._check_files()
 
+    def _join_parts(self) -> dict[str, dict[str, TensorStorageMetadata]]:
+        """Makes the tensors that are stored in parts one each; returns the parts by their names."""
+        found: dict[str, dict[str, TensorStorageMetadata]] = {}
+        for key in [key for key in self.tensors if _DELTA_PART.fullmatch(key)]:
+            whole, _, name = key.rpartition(".")
+            found.setdefault(whole, {})[name] = self.tensors.pop(key)
+        joined = {}
+        for whole, by_name in found.items():
+            joined[whole] = {f"{whole}.{name}": by_name[name] for name in _DELTA_PARTS if name in by_name}
+            parts = list(joined[whole].values())
+            size = torch.Size((sum(part.size[0] for part in parts), *parts[0].size[1:]))
+            chunks = [chunk for part in parts for chunk in part.chunks]
+            self.tensors[whole] = TensorStorageMetadata(parts[0].properties, size, chunks=chunks)
+        return joined
+
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A block of the tensor `key`; reads only the stored blocks that overlap it."""
-        stored = self.tensors[key]
+        if key not in self._parts:
+            return self._read(key, self.tensors[key], offsets, sizes)
+        blocks, start = [], 0
+        for name, part in self._parts[key].items():
+            first, last = max(offsets[0], start), min(offsets[0] + sizes[0], start + part.size[0])
+            if first < last:
+                blocks.append(self._read(name, part, (first - start, *offsets[1:]), (last - first, *sizes[1:])))
+            start += part.size[0]
+        return torch.cat(blocks)
+
+    def _read(self, key: str, stored: TensorStorageMetadata, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         block = torch.empty(tuple(sizes), dtype=stored.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(self._prefix + key, stored, [wanted])
@@ -483,7 +530,7 @@ def no_extra_state(entries: Mapping[PlacedTensor, Entry]) -> dict[str, bytes]:
     torch.save([None], buffer)
     keys = set()
     for entry in entries.values():
-        if ".linear_" in entry.key and entry.key.endswith(".weight"):
+        if _LINEAR_WEIGHT.fullmatch(entry.key):
             index, stack = entry.index or (0,), entry.stack or (1,)
             shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, stack))}"
             keys.add(f"{entry.key.removesuffix('weight')}_extra_state/{shard}")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dapo_mega.config import ParallelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, ShardRule, load_architecture, merge_shards, take_shard
-from dapo_mega.models.architecture import Experts, LatentAttention
+from dapo_mega.models.architecture import Experts, GatedDelta, LatentAttention
 
 
 def architecture(heads=4, groups=2, head_dim=3, vocab=11):
@@ -39,6 +39,10 @@ def hf_tensors(layout, arch, bias):
         ShardRule.VOCAB: [(arch.vocab_size, arch.hidden_size)],
         ShardRule.QKV: [(q, *tail), (kv, *tail), (kv, *tail)],
         ShardRule.GATE_UP: [(arch.ffn_hidden_size, arch.hidden_size)] * 2,
+        ShardRule.GATED_QKV: [(2 * q, *tail), (kv, *tail), (kv, *tail)],
+        # 4 key heads of size 2 and 8 value heads of size 3: q, k, v; gates, betas and decays.
+        ShardRule.DELTA: [(8 + 8 + 24, *tail), (24, *tail), (8, *tail), (8, *tail)],
+        ShardRule.DELTA_BY_HEAD: [(8 + 8 + 24 + 24, *tail), (16, *tail)],
         ShardRule.FUSED_QKV: [(q + 2 * kv, *tail)],
         ShardRule.FUSED_GATE_UP: [(2 * arch.ffn_hidden_size, arch.hidden_size)],
     }[layout]
@@ -59,12 +63,36 @@ def hf_tensors(layout, arch, bias):
     bias=st.booleans(),
 )
 def test_cutting_and_merging_is_exact(layout, tp_size, groups, per_group, bias):
-    arch = architecture(heads=4 * per_group, groups=groups, head_dim=4)
+    delta = GatedDelta(frozenset({0}), 4, num_key_heads=4, num_value_heads=8, key_head_dim=2, value_head_dim=3)
+    arch = replace(architecture(heads=4 * per_group, groups=groups, head_dim=4), gated_delta=delta)
     tensors = hf_tensors(layout, arch, bias)
     shards = [take_shard(tensors, layout, arch, rank, tp_size) for rank in range(tp_size)]
     assert len({shard.shape for shard in shards}) == 1
     for before, after in zip(tensors, merge_shards(shards, layout, arch), strict=True):
         assert torch.equal(before, after)
+
+
+def test_gates_of_queries_follow_the_queries_of_their_group():
+    # The heads of `test_qkv_...`, with gates g0 to g3 behind each query on disk.
+    arch = architecture(head_dim=1)
+    q = torch.tensor([0.0, 30, 1, 31, 2, 32, 3, 33])
+    k, v = torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
+    expected = [0, 1, 30, 31, 10, 20, 2, 3, 32, 33, 11, 21]
+    assert take_shard([q, k, v], ShardRule.GATED_QKV, arch, 0, 1).tolist() == expected
+    assert take_shard([q, k, v], ShardRule.GATED_QKV, arch, 1, 2).tolist() == expected[6:]
+
+
+def test_each_process_has_its_heads_of_every_part_of_a_gated_delta_layer():
+    # Two key heads and four value heads of size 1; the numbers' tens are q, k, v, gate, beta, decay.
+    delta = GatedDelta(frozenset({0}), 4, num_key_heads=2, num_value_heads=4, key_head_dim=1, value_head_dim=1)
+    arch = replace(architecture(), gated_delta=delta)
+    mine = [1, 11, 22, 23, 32, 33, 42, 43, 52, 53]
+    by_part = [[0, 1, 10, 11, 20, 21, 22, 23], [30, 31, 32, 33], [40, 41, 42, 43], [50, 51, 52, 53]]
+    by_head = [[0, 10, 20, 21, 30, 31, 1, 11, 22, 23, 32, 33], [40, 41, 50, 51, 42, 43, 52, 53]]
+    for layout, tensors in ((ShardRule.DELTA, by_part), (ShardRule.DELTA_BY_HEAD, by_head)):
+        assert take_shard([torch.tensor(rows) for rows in tensors], layout, arch, 1, 2).tolist() == mine
+    # The convolution has the first three parts.
+    assert take_shard([torch.tensor(by_part[0])], ShardRule.DELTA, arch, 1, 2).tolist() == mine[:4]
 
 
 def test_qkv_is_interleaved_by_query_group_as_megatron_reads_it():

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from dapo_mega.models import Architecture
-from dapo_mega.models.architecture import Experts, LatentAttention
+from dapo_mega.models.architecture import Experts, GatedDelta, LatentAttention
 
 
 def dense(**changes):
@@ -49,3 +49,10 @@ def latent(query_rank=6):
         query_rank=query_rank, key_value_rank=4, unrotated_head_dim=3, rotated_head_dim=2, value_head_dim=4
     )
     return replace(mixture(), head_dim=5, num_query_groups=4, qk_norm=False, latent_attention=sizes)
+
+
+def hybrid():
+    """The dense model with output gates and norms on q and k, whose first three layers have a gated delta rule of 2 key
+    heads of size 2 and 4 value heads of size 3, with a convolution over 4 tokens."""
+    delta = GatedDelta(frozenset({0, 1, 2}), 4, num_key_heads=2, num_value_heads=4, key_head_dim=2, value_head_dim=3)
+    return dense(qkv_bias=False, qk_norm=True, output_gate=True, gated_delta=delta)

@@ -11,7 +11,7 @@ from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.step_time import Machine, layer_flops, step_time
 from dapo_mega.planning.workload import Workload
 
-from .models import dense, latent, mixture, shared
+from .models import dense, hybrid, latent, mixture, shared
 
 # 8 groups x 2 responses of 6 + 10 tokens: 256 tokens a step in two updates.
 RUN = {
@@ -171,6 +171,11 @@ def test_a_layers_operations_are_two_per_weight_and_token():
     assert projected == pytest.approx(2 * (48 + 112 + 48 + 120 + 128 + 32 + 288))
     # Heads of 5 for scores and of 4 for values.
     assert attention == 50 * 4 * (5 + 4) * 2
+    # Three layers in four without attention: the state's 4 heads of 2 x 3 are met three times.
+    mostly_linear, attention = layer_flops(workload(hybrid()).placement, 100)
+    rule = 4 * 2 * 3 * 3 * 2
+    assert mostly_linear == pytest.approx(2 * 384 + (2 * (192 + 64) + 3 * (2 * (320 + 96) + rule)) / 4)
+    assert attention == 50 * 8 * 2 * 2 / 4
 
 
 def test_an_engine_keeps_the_latent_vectors_of_latent_attention():

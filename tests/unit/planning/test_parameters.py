@@ -16,7 +16,7 @@ from dapo_mega.planning.parameters import (
 )
 from dapo_mega.planning.rank_layout import RankLayout
 
-from .models import dense, latent, mixture, shared
+from .models import dense, hybrid, latent, mixture, shared
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 BF16, FP32 = ModelConfig(path="m", dtype="bf16"), ModelConfig(path="m", dtype="fp32")
@@ -29,6 +29,9 @@ MIXTURE = 4 * (128 + 64 + 4 + 32 + 576 + 16) + 320 + 8
 SHARED = MIXTURE + 3 * (240 + 8) + 384 - 32 - 576
 # Keys and values: 8 x (4 + 2) and 4 x 4 x (3 + 4), norm 4; queries 8 x 6 and 6 x 4 x 5, norm 6; output 4 x 4 x 8.
 LATENT = MIXTURE + 4 * (48 + 112 + 4 + 48 + 120 + 6 + 128 - (128 + 64 + 4))
+# Gated attention: 8 x (16 + 8) for q, gates, k, v, projection 64, head norms 4. A gated delta layer: 8 x (4 + 4 + 12 +
+# 12 + 4 + 4) into it and 12 x 8 out of it, a convolution of 20 x 4, decays 4 + 4, a norm of 3.
+HYBRID = DENSE + (8 * 24 + 64 + 4 - (128 + 16 + 64)) + 3 * (320 + 96 + 80 + 8 + 3 - (128 + 16 + 64))
 
 
 def test_a_models_size_is_what_its_tensors_add_up_to():
@@ -41,6 +44,7 @@ def test_a_models_size_is_what_its_tensors_add_up_to():
     assert num_active_parameters(shared()) == SHARED - 3 * 288
     assert num_parameters(latent()) == LATENT
     assert num_parameters(latent(None)) == LATENT - 4 * (48 + 120 + 6 - 160)
+    assert num_parameters(hybrid()) == HYBRID
     assert num_parameters(dense(output_bias=True, mlp_bias=True)) == DENSE + 4 * (8 + 2 * 16 + 8)
 
 
@@ -60,6 +64,7 @@ def test_the_papers_model_has_the_size_its_checkpoint_has():
         (dense(), {"tensor": 2, "pipeline": 2}, 4, 4 * 16 + 8),
         # The biases behind attention and MLP as well.
         (dense(output_bias=True, mlp_bias=True), {"tensor": 2}, 2, 4 * (16 + 8 + 8) + 8),
+        (hybrid(), {"tensor": 2, "sequence": True}, 2, 4 * 16 + 4 + 3 * 3 + 8),
         (mixture(), {"expert": 2}, 2, MIXTURE - 4 * 576),
         (mixture(), {"tensor": 2, "sequence": True, "expert_tensor": 2}, 2, 4 * (16 + 4 + 32) + 8),
         (shared(), {"tensor": 2, "sequence": True, "expert_tensor": 2}, 2, 4 * (16 + 4) + 3 * (32 + 8) + 8),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ _USED_PARTS = (
     "optimizer",
     "optimizer_param_scheduler",
     "pipeline_parallel",
+    "ssm.gated_delta_net",
     "tensor_parallel.random",
     "transformer.moe.moe_utils",
 )
@@ -215,8 +217,11 @@ def _replace_megatron_names() -> None:
     a name that it defines only beside Transformer Engine, as does tensor_parallel.random when layer norms are
     recomputed."""
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.moe import moe_utils
 
+    # A fusion, of which no setting says whether it is used.
+    Attention._apply_output_gate = inspect.unwrap(Attention._apply_output_gate)
     recompute: Any = megatron_random
     recompute._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     recompute._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.sampling import request_uniforms
 from dapo_mega.types import GenerationRequest, NamedTensors, Response, SamplingParams
+from tests.distributed.tiny import DELTA_MODELS
 
 VOCAB = 37
 
@@ -135,6 +138,19 @@ def test_sliding_window_layers_see_their_window_only() -> None:
     )
     requests = make_requests([3, 8, 20], group_size=3, sampling=SamplingParams(max_new_tokens=30))
     assert_matches_reference(model, requests, generate(make_engine(model), requests))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
+def test_states_of_gated_delta_layers_follow_their_rows(tmp_path: Path, kind: str) -> None:
+    folder = DELTA_MODELS[kind](tmp_path / kind)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    engine = EmbeddedEngine(folder)
+    engine.load_weights([list(load_file(folder / "model.safetensors").items())], 3)
+    sampling = SamplingParams(max_new_tokens=24, stop_token_ids=(3, 5, 7, 8))
+    requests = make_requests([1, 9, 4, 70, 17, 2], group_size=4, sampling=sampling)
+    responses = generate(engine, requests)
+    assert len({len(r.token_ids) for r in responses}) > 5, "rows must finish at different times"
+    assert_matches_reference(model, requests, responses)
 
 
 def test_eager_attention_works_as_well(model: Qwen2ForCausalLM) -> None:
@@ -433,6 +449,6 @@ def test_a_closed_engine_refuses_everything(model: Qwen2ForCausalLM, engine: Emb
 
 def test_layers_without_keys_and_values_are_refused() -> None:
     model = make_model()
-    model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ValueError, match="linear_attention"):
+    model.config.layer_types = ["mamba", "full_attention"]
+    with pytest.raises(ValueError, match="mamba"):
         EmbeddedEngine(model.config)

@@ -1,0 +1,1 @@
+"""Repairs of Megatron-Core 0.18 and newer."""
