@@ -95,7 +95,8 @@ def model_weights(folder: Path, dtype: torch.dtype) -> Iterable[NamedTensors]:
         source = HfCheckpoint(folder)
         parts = stacks(name for placed in all_tensors(family, arch) for name in placed.hf)
         return (
-            [(name, *stacked(((part, source.tensor(part)) for part in of), len(of)))] for name, of in parts.items()
+            [(name, tensor) for tensor in stacked(((part, source.tensor(part)) for part in of), len(of))]
+            for name, of in parts.items()
         )
     from transformers import AutoModelForCausalLM
 

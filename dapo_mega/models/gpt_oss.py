@@ -84,9 +84,7 @@ _MLP, _HF_MLP = rules.MEGATRON_LAYER + "mlp.", rules.HF_LAYER + "mlp."
 
 def _of_experts(linear: str, kind: str, hf: str, layout: ShardRule) -> TensorRule:
     names = (f"local_experts.{{expert}}.{linear}.{kind}", f"{linear}.{kind}{{expert}}")
-    return TensorRule(
-        tuple(f"{_MLP}experts.{name}" for name in names), (f"{_HF_MLP}experts.{{expert}}.{hf}",), layout
-    )
+    return TensorRule(tuple(f"{_MLP}experts.{name}" for name in names), (f"{_HF_MLP}experts.{{expert}}.{hf}",), layout)
 
 
 FAMILY = ModelFamily(

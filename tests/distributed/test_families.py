@@ -20,7 +20,9 @@ from .tiny import FAMILY_MODELS, make_samples
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MIXTURES = tuple(name for name in FAMILY_MODELS if name.startswith(("qwen2_moe", "qwen3_moe", "deepseek", "glm4_moe", "gpt_oss")))
+MIXTURES = tuple(
+    name for name in FAMILY_MODELS if name.startswith(("qwen2_moe", "qwen3_moe", "deepseek", "glm4_moe", "gpt_oss"))
+)
 GPT_OSS = tuple(name for name in FAMILY_MODELS if name.startswith("gpt_oss"))
 DENSE = tuple(name for name in FAMILY_MODELS if name not in MIXTURES)
 ALL = DENSE + MIXTURES
@@ -44,9 +46,7 @@ LAYOUTS = {
     "one_bf16": Case(1, dtype="bf16"),
     "tp2": Case(2, {"tensor": 2}, DENSE),
     "tp2_sp": Case(2, TP2, DENSE),
-    "tp2_experts_cut": Case(
-        2, {**TP2, "expert_tensor": 2}, tuple(name for name in MIXTURES if name not in GPT_OSS)
-    ),
+    "tp2_experts_cut": Case(2, {**TP2, "expert_tensor": 2}, tuple(name for name in MIXTURES if name not in GPT_OSS)),
     "tp2_ep2": Case(2, {**TP2, "expert": 2}, GPT_OSS),
     "pp2": Case(2, {"pipeline": 2}),
     "cp2": Case(2, {"context": 2}, ("qwen3", "llama, all biases, tied", "mistral", "phi3", "gpt_oss")),

@@ -99,8 +99,8 @@ def _biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def _owning(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """`linear` with an output of its own. Megatron adds the biases of experts to it in place, which autograd forbids for
-    the view that its reduction over processes returns."""
+    """`linear` with an output of its own. Megatron adds the biases of experts to it in place, which autograd forbids
+    for the view that its reduction over processes returns."""
 
     class Owning(linear):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any) -> tuple[Tensor, Tensor | None]:
