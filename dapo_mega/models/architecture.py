@@ -290,7 +290,8 @@ class Architecture:
         if self.experts.has_biases and parallel.expert_tensor > 1:
             raise InputError(
                 f"parallel.expert_tensor={parallel.expert_tensor} is not supported for {self.model_type}: "
-                "Megatron-Core would add the biases of experts once per process; set it to 1, and with parallel.tensor >= 2 spread the experts with parallel.expert"
+                "Megatron-Core would add the biases of experts once per process; set it to 1, and with "
+                "parallel.tensor >= 2 spread the experts with parallel.expert"
             )
         shared = self.experts.shared_ffn_hidden_size or 0
         if shared % parallel.tensor:
