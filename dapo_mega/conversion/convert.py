@@ -28,7 +28,7 @@ from dapo_mega.models import Architecture, ModelFamily, ShardRule, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer, save_shard, shard_files, write_index
-from dapo_mega.models.layouts import DELTA, GATED, delta_sections
+from dapo_mega.models.layouts import DELTA, GATED, delta_sections, gate_and_up
 from dapo_mega.models.megatron_format.files import (
     CRITIC_PREFIX,
     OPTIMIZER_KEY,
@@ -48,6 +48,7 @@ from dapo_mega.models.megatron_format.files import (
     write_metadata,
 )
 from dapo_mega.models.megatron_format.pickles import COMMON_FILE, read_common
+from dapo_mega.models.stacked_experts import stacked, stacks
 from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE, open_any, open_critic
 
 logger = logging.getLogger(__name__)
@@ -120,10 +121,15 @@ def open_checkpoint(path: Path, model: Path | None = None, *, is_critic: bool = 
 
 def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
     """Write a Megatron checkpoint's weights as a Hugging Face one; see `write_folder`."""
-    sizes = {name: checkpoint.source.spec(name).nbytes for name in checkpoint.names}
-    shards = list(_split(checkpoint.names, sizes.__getitem__, shard_bytes))
+    parts = stacks(checkpoint.names)
+    sizes = {name: sum(checkpoint.source.spec(part).nbytes for part in of) for name, of in parts.items()}
+    shards = list(_split(list(parts), sizes.__getitem__, shard_bytes))
     files = [
-        OutputFile(file, sum(map(sizes.__getitem__, names)), partial(_write_shard, checkpoint.source, names))
+        OutputFile(
+            file,
+            sum(map(sizes.__getitem__, names)),
+            partial(_write_shard, checkpoint.source, {name: parts[name] for name in names}),
+        )
         for file, names in zip(shard_files(len(shards)), shards, strict=True)
     ]
 
@@ -135,11 +141,11 @@ def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
     return write_folder(target, OutputFolder(_made_from(checkpoint, "megatron-to-hf", shard_bytes), files, finish))
 
 
-def _write_shard(source: TensorSource, names: Sequence[str], file: Path, advance: Advance) -> list[str]:
-    """Write one file; returns the names of tensors with NaN or infinite values."""
+def _write_shard(source: TensorSource, parts: Mapping[str, list[str]], file: Path, advance: Advance) -> list[str]:
+    """Write one file of tensors given with their parts; returns the names of those with NaN or infinite values."""
     tensors, not_finite = {}, []
-    for name in names:
-        tensors[name] = owned(source.tensor(name))
+    for name, of in parts.items():
+        (tensors[name],) = map(owned, stacked(((part, source.tensor(part)) for part in of), len(of)))
         if not is_finite(tensors[name]):
             not_finite.append(name)
         advance(tensors[name].nbytes)
@@ -200,7 +206,7 @@ def reshard(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shar
         _warn_of_not_finite(checkpoint, _labels_of_not_finite(records))
         if checkpoint.is_training:
             for content in (common, common["critic"]) if has_critic else (common,):
-                content["optimizer"] = _regrouped(content["optimizer"], parallel.expert > 1)
+                content["optimizer"] = _regrouped(content["optimizer"], parallel.expert > 1, checkpoint.arch)
             _copy_loop_state(checkpoint.path, folder, 2 if parallel.expert > 1 else 1)
         copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes)
         write_metadata(folder, records, common, checkpoint.arch.vocab_size)
@@ -285,12 +291,12 @@ def _hf_blocks(
 def _hf_shard(
     source: TensorSource, names: Sequence[str], layout: ShardRule, part: int, arch: Architecture, rank: int, size: int
 ) -> Tensor:
-    tensors = [source.tensor(name) for name in names]
+    tensors: Sequence[Tensor] = [source.tensor(name) for name in names]
     if layout in DELTA:
         shard = take_shard(tensors, layout, arch, rank, size)
         return shard.split([rows // size for rows in delta_sections(len(shard) * size, arch)])[part]
-    if layout is ShardRule.FUSED_GATE_UP:
-        tensors = [tensors[0].chunk(2)[part]]
+    if layout in GATED and layout is not ShardRule.GATE_UP:
+        tensors = [gate_and_up(tensors, layout)[part]]
     return take_shard(tensors, ShardRule.COLUMN if layout in GATED else layout, arch, rank, size)
 
 
@@ -413,7 +419,7 @@ def _keys(
         yield key, f"{chained}optimizer.state.{name}.{entry.key}"
 
 
-def _regrouped(optimizer: dict[Any, Any], experts_apart: bool) -> dict[Any, Any]:
+def _regrouped(optimizer: dict[Any, Any], experts_apart: bool, arch: Architecture) -> dict[Any, Any]:
     """Megatron's optimizer entries beside tensors, for one optimizer or with a second one for experts."""
     is_apart = 0 in optimizer
     if is_apart == experts_apart:
@@ -422,8 +428,9 @@ def _regrouped(optimizer: dict[Any, Any], experts_apart: bool) -> dict[Any, Any]
         first: dict[Any, Any] = optimizer[0]
         return first
     groups = optimizer["optimizer"]["param_groups"]
-    # Experts have matrices only, so only the group with weight decay.
-    of_experts = [{**group, "is_expert_parallel": True} for group in groups if group["wd_mult"] == 1.0]
+    # Experts without biases have matrices only, so only the group with weight decay.
+    has_biases = arch.experts is not None and arch.experts.has_biases
+    of_experts = [{**group, "is_expert_parallel": True} for group in groups if has_biases or group["wd_mult"] == 1.0]
     return {0: optimizer, 1: {**optimizer, "optimizer": {**optimizer["optimizer"], "param_groups": of_experts}}}
 
 

@@ -16,6 +16,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.families import families, load_architecture, read_config
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors, check_source
 from dapo_mega.models.megatron_format.files import ADAPTER_CONFIG_FILE, is_megatron_folder
+from dapo_mega.models.stacked_experts import stacked, stacks
 from dapo_mega.models.stored_model import stored_value_head
 from dapo_mega.types import NamedTensors
 
@@ -92,8 +93,11 @@ def model_weights(folder: Path, dtype: torch.dtype) -> Iterable[NamedTensors]:
     if read_config(folder).get("model_type") in families():
         family, arch = load_architecture(folder)
         source = HfCheckpoint(folder)
-        names = [name for placed in all_tensors(family, arch) for name in placed.hf]
-        return ([(name, source.tensor(name))] for name in names)
+        parts = stacks(name for placed in all_tensors(family, arch) for name in placed.hf)
+        return (
+            [(name, tensor) for tensor in stacked(((part, source.tensor(part)) for part in of), len(of))]
+            for name, of in parts.items()
+        )
     from transformers import AutoModelForCausalLM
 
     try:

@@ -6,6 +6,7 @@ ranks need not negotiate.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from dapo_mega.megatron.core.layers import is_fp8
 from dapo_mega.megatron.weights import ChunkLayout, local_parameter, named_parameters, owner_of
 from dapo_mega.models import ShardRule, merge_shards
 from dapo_mega.models.families import PlacedTensor
+from dapo_mega.models.stacked_experts import stack_name, stacked, stacks
 from dapo_mega.types import Receivers, WeightBucket, WeightSpec
 
 _ALIGNMENT = 16
@@ -89,7 +91,14 @@ class _BucketPlan:
 
     @cached_property
     def specs(self) -> tuple[WeightSpec, ...]:
-        return tuple(spec for parameter in self.parameters for spec in parameter.specs)
+        """Of the tensors as they are on disk: experts that are stacked there have one together."""
+        found = [spec for parameter in self.parameters for spec in parameter.specs]
+        parts = stacks(spec.name for spec in found)
+        specs = {stack_name(spec.name): spec for spec in found}
+        return tuple(
+            specs[name] if [name] == of else WeightSpec(name, specs[name].dtype, (len(of), *specs[name].shape))
+            for name, of in parts.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -299,7 +308,7 @@ class WeightGatherer:
         return _Transfer(plan, me in leaders, shards, works)
 
     def _merged(self, transfer: _Transfer) -> Iterator[Tensor]:
-        """Full tensors on a leader; each is merged when the iterator reaches it."""
+        """Full tensors as they are on disk on a leader; each is merged when the iterator reaches it."""
         transfer.finish()
         plan = transfer.plan
         shards: dict[int, Iterator[Tensor]] = {}
@@ -309,10 +318,15 @@ class WeightGatherer:
                 shards[contributor] = (self._mine(parameter.placed).detach() for parameter in held)
             elif held:
                 shards[contributor] = _shards(transfer.shards[contributor], held)
-        for parameter in plan.parameters:
-            for index, placed in enumerate(parameter.placed):
-                parts = [next(shards[contributor]) for contributor in parameter.contributors(index)]
-                yield from merge_shards(parts, placed.layout, self._layout.arch)
+        arch = self._layout.arch
+
+        def merged() -> Iterator[tuple[str, Tensor]]:
+            for parameter in plan.parameters:
+                for index, placed in enumerate(parameter.placed):
+                    parts = [next(shards[contributor]) for contributor in parameter.contributors(index)]
+                    yield from zip(placed.hf, merge_shards(parts, placed.layout, arch), strict=True)
+
+        yield from stacked(merged(), arch.experts.number if arch.experts else 0)
 
 
 def _finished(transfers: Iterable[_Transfer]) -> _Transfer | None:
@@ -329,14 +343,14 @@ def _falling_item_size(parameter: _GatheredParameter) -> int:
 
 
 def _inseparable(parameters: Iterable[_GatheredParameter]) -> Iterator[list[_GatheredParameter]]:
-    """The parameters in order, each alone except those that an engine must get in one call: SGLang fuses the two down
-    projections of latent attention once it has both, and forgets a single one between calls."""
+    """The parameters in order, each alone except those that make a stack of experts, and those that an engine must get
+    in one call: SGLang fuses the two down projections of latent attention once it has both, and forgets a single one
+    between calls."""
     together: list[_GatheredParameter] = []
     is_fused = False
-    for parameter in parameters:
-        name = parameter.placed[0].hf[0]
+    for name, of_stack in itertools.groupby(parameters, lambda parameter: stack_name(parameter.placed[0].hf[0])):
         is_fused = (is_fused or name.endswith(".q_a_proj.weight")) and ".kv_a_proj" not in name
-        together.append(parameter)
+        together += of_stack
         if not is_fused:
             yield together
             together = []

@@ -74,10 +74,11 @@ def _router_biases(module: torch.nn.Module, arch: Architecture) -> Iterator[tupl
 
 
 _LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers\.)\d+")
-# `experts.local_experts.3.linear_fc1.weight` in local layers, `experts.linear_fc1.weight3` in grouped ones,
+# `experts.local_experts.3.linear_fc1.weight` in local layers, `experts.linear_fc1.weight3` (or bias3) in grouped ones,
 # whose adapters are `experts.linear_fc1.lora.3.B`.
 _EXPERT_NUMBER = re.compile(
-    r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$|(?<=\.experts\.linear_fc[12]\.lora\.)\d+"
+    r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$|(?<=\.experts\.linear_fc[12]\.bias)\d+$"
+    r"|(?<=\.experts\.linear_fc[12]\.lora\.)\d+"
 )
 
 

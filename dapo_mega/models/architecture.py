@@ -51,6 +51,11 @@ class Experts:
     """Whether the shared expert's output is weighted by a sigmoid of the token."""
     dense_layers: frozenset[int] = frozenset()
     """Layers that keep their MLP, counted from 0."""
+    has_biases: bool = False
+    """Whether the router and the projections of experts have biases."""
+    swiglu_limit: float | None = None
+    """If set, what gate and up are clamped to (the gate from above only), and gate sigmoid(1.702 gate) (up + 1) stands
+    in place of silu(gate) up."""
 
     def check_sizes(self, num_layers: int) -> None:
         """Raise InputError for contradictory sizes, naming the keys of `config.json`."""
@@ -145,6 +150,10 @@ class Architecture:
     """Layers without rotary embedding, counted from 0."""
     sliding_window: int | None = None
     """How many keys a query sees at most, its own position included; None: all before it."""
+    full_attention_layers: frozenset[int] = frozenset()
+    """Layers without the sliding window, counted from 0."""
+    attention_sinks: bool = False
+    """Whether the softmax of each head has one more score, a learnt number, without a value."""
     output_bias: bool = False
     """Whether the projection behind the attention has a bias."""
     mlp_bias: bool = False
@@ -334,6 +343,12 @@ class Architecture:
             raise InputError(
                 f"parallel.expert_tensor={parallel.expert_tensor} does not divide the experts' "
                 f"moe_intermediate_size={self.experts.ffn_hidden_size}; set it to 1"
+            )
+        if self.experts.has_biases and parallel.expert_tensor > 1:
+            raise InputError(
+                f"parallel.expert_tensor={parallel.expert_tensor} is not supported for {self.model_type}: "
+                "Megatron-Core would add the biases of experts once per process; set it to 1, and with "
+                "parallel.tensor >= 2 spread the experts with parallel.expert"
             )
         shared = self.experts.shared_ffn_hidden_size or 0
         if shared % parallel.tensor:

@@ -55,6 +55,7 @@ _NUMBERS = {
     "rope_theta": (1.0, math.inf),
     "partial_rotary_factor": (0.0, math.inf),
     "routed_scaling_factor": (0.0, math.inf),
+    "swiglu_limit": (0.0, math.inf),
 }
 _OF_ROPE = {
     "rope_theta": (1.0, math.inf),

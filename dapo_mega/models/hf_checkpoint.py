@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, PlacedTensor
 from dapo_mega.models.hf_shapes import hf_shape
+from dapo_mega.models.stacked_experts import BLOCKS, SCALES, dequantized, part_name
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class HfCheckpoint:
 
     A tensor is a view of its file, which stays mapped as long as the tensor lives: of one that is cut, only the part
     that is used is read from disk. Of a vision model only the language model's tensors are listed, under the names that
-    they have in a checkpoint of their own.
+    they have in a checkpoint of their own; of stacked experts each expert's part, dequantized if it is in MXFP4.
     """
 
     def __init__(self, path: Path, only_file: str | None = None) -> None:
@@ -110,7 +111,8 @@ class HfCheckpoint:
         places = {name: file for file, specs in held.items() for name in specs}
         self._stored = _language_names(places)
         self._files = {name: places[stored] for name, stored in self._stored.items()}
-        self._specs = {name: held[file][self._stored[name]] for name, file in self._files.items()}
+        stored = {name: held[file][self._stored[name]] for name, file in self._files.items()}
+        self._parts, self._specs = _split_experts(stored)
         self.num_left_out = len(places) - len(self._files)
         wrong = [name for name, file in listed.items() if places.get(name) != file]
         if wrong:
@@ -120,7 +122,7 @@ class HfCheckpoint:
             )
 
     def names(self) -> set[str]:
-        return set(self._files)
+        return set(self._specs)
 
     def weight_files(self) -> set[str]:
         return set(self._files.values())
@@ -131,16 +133,25 @@ class HfCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         self._check_present(name)
+        if name not in self._parts:
+            return self._read(name, ...)
+        stack, expert = self._parts[name]
+        if not stack.endswith(BLOCKS):
+            return self._read(stack, expert)
+        return dequantized(self._read(stack, expert), self._read(stack.removesuffix(BLOCKS) + SCALES, expert))
+
+    def _read(self, name: str, index: Any) -> Tensor:
         file = self.path / self._files[name]
         try:
             # Pages of a file that stayed open would count as this process's memory until the end.
-            tensor: Tensor = _open(file).get_tensor(self._stored[name])
+            opened, stored = _open(file), self._stored[name]
+            tensor: Tensor = opened.get_tensor(stored) if index is ... else opened.get_slice(stored)[index]
         except SafetensorError as error:
             raise InputError(f"tensor {name!r} cannot be read from {file} ({error})") from error
         return tensor
 
     def _check_present(self, name: str) -> None:
-        if name not in self._files:
+        if name not in self._specs:
             raise InputError(f"{self.path} lacks the tensor {name!r}; is it a checkpoint of another model?")
 
 
@@ -156,6 +167,26 @@ def _language_names(stored: Collection[str]) -> dict[str, str]:
                 f"the vision model stores {name} twice, as {other} and {old}; remove the wrong one of them"
             )
     return names
+
+
+def _split_experts(stored: Mapping[str, TensorSpec]) -> tuple[dict[str, tuple[str, int]], dict[str, TensorSpec]]:
+    """Each expert's part of a stack, as (name of the stack, number of the expert), and what all tensors are then."""
+    parts: dict[str, tuple[str, int]] = {}
+    specs = dict(stored)
+    for name, spec in stored.items():
+        stack, one = name, TensorSpec(spec.shape[1:], spec.dtype)
+        if name.endswith(BLOCKS) and len(spec.shape) == 4:
+            stack, (experts, rows, groups, width) = name.removesuffix(BLOCKS), spec.shape
+            scales = specs.get(stack + SCALES)
+            if scales != TensorSpec((experts, rows, groups), torch.uint8) or spec.dtype != torch.uint8:
+                continue
+            del specs[stack + SCALES]
+            one = TensorSpec((2 * width * groups, rows), torch.bfloat16)
+        if part_name(stack, 0):
+            del specs[name]
+            parts |= {str(part_name(stack, expert)): (name, expert) for expert in range(spec.shape[0])}
+            specs |= {str(part_name(stack, expert)): one for expert in range(spec.shape[0])}
+    return parts, specs
 
 
 def _read_index(path: Path) -> dict[str, str]:

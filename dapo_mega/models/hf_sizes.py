@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dapo_mega.errors import InputError
@@ -52,6 +52,16 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise InputError(
             f"layer_types {sorted(others)} are not supported for {raw['model_type']}; take a model with full_attention"
         )
+
+
+def full_attention_layers(kinds: Sequence[str], raw: Mapping[str, Any]) -> frozenset[int]:
+    """Layers without the sliding window, counted from 0, by what each is in `layer_types`."""
+    if len(kinds) != raw["num_hidden_layers"] or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise InputError(
+            f"layer_types has {len(kinds)} entries of {sorted(set(kinds))} for num_hidden_layers="
+            f"{raw['num_hidden_layers']}; each layer must be full_attention or sliding_attention"
+        )
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
 
 
 def sparse_dense_layers(raw: Mapping[str, Any], num_layers: int) -> frozenset[int]:

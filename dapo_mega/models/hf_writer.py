@@ -122,10 +122,11 @@ def copy_config_and_tokenizer(
 
 
 def write_config(file: Path, config: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> None:
-    """Write a model's configuration with the dtype of its weights."""
+    """Write a model's configuration with the dtype of its weights, which are not quantized."""
     dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
     # transformers 4 writes torch_dtype, transformers 5 dtype.
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config = {name: value for name, value in config.items() if name != "quantization_config"}
     replace_file(file, json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2))
 
 

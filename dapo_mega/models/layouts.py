@@ -27,6 +27,8 @@ class ShardRule(Enum):
     """[out, in] cut along `out` (ColumnParallelLinear)."""
     ROW = "row"
     """[out, in] cut along `in` (RowParallelLinear)."""
+    TRANSPOSED_ROW = "transposed_row"
+    """The same parameter as ROW, of a tensor [in, out]."""
     VOCAB = "vocab"
     """[vocab, hidden] padded with zeros to a multiple of the ranks, cut along vocab."""
     QKV = "qkv"
@@ -44,10 +46,13 @@ class ShardRule(Enum):
     """The same parameter as QKV, of one tensor that holds all of q, then k, then v."""
     FUSED_GATE_UP = "fused_gate_up"
     """The same parameter as GATE_UP, of one tensor that holds all of gate, then up."""
+    INTERLEAVED_GATE_UP = "interleaved_gate_up"
+    """The same parameter as GATE_UP, of one tensor [in, 2 out] or [2 out] that holds gate and up in turn."""
 
 
-GATED = (ShardRule.GATE_UP, ShardRule.FUSED_GATE_UP)
+GATED = (ShardRule.GATE_UP, ShardRule.FUSED_GATE_UP, ShardRule.INTERLEAVED_GATE_UP)
 DELTA = (ShardRule.DELTA, ShardRule.DELTA_BY_HEAD)
+ROWS = (ShardRule.ROW, ShardRule.TRANSPOSED_ROW)
 
 
 def take_shard(tensors: Sequence[Tensor], layout: ShardRule, arch: Architecture, tp_rank: int, tp_size: int) -> Tensor:
@@ -56,17 +61,16 @@ def take_shard(tensors: Sequence[Tensor], layout: ShardRule, arch: Architecture,
         return tensors[0]
     if layout is ShardRule.COLUMN:
         return tensors[0].chunk(tp_size)[tp_rank]
-    if layout is ShardRule.ROW:
-        return tensors[0].chunk(tp_size, dim=1)[tp_rank]
+    if layout in ROWS:
+        rows = tensors[0] if layout is ShardRule.ROW else tensors[0].t()
+        return rows.chunk(tp_size, dim=1)[tp_rank]
     if layout is ShardRule.VOCAB:
-        rows = arch.padded_vocab_size(tp_size) // tp_size
-        shard = tensors[0][tp_rank * rows : (tp_rank + 1) * rows]
-        padding = rows - len(shard)
+        height = arch.padded_vocab_size(tp_size) // tp_size
+        shard = tensors[0][tp_rank * height : (tp_rank + 1) * height]
+        padding = height - len(shard)
         return torch.nn.functional.pad(shard, (0, 0, 0, padding)) if padding else shard
-    if layout is ShardRule.FUSED_GATE_UP:
-        tensors = tensors[0].chunk(2)
     if layout in GATED:
-        return torch.cat([tensor.chunk(tp_size)[tp_rank] for tensor in tensors])
+        return torch.cat([tensor.chunk(tp_size)[tp_rank] for tensor in gate_and_up(tensors, layout)])
     if layout in DELTA:
         whole = _from_key_heads(tensors, arch) if layout is ShardRule.DELTA_BY_HEAD else torch.cat(list(tensors))
         return torch.cat([part.chunk(tp_size)[tp_rank] for part in whole.split(delta_sections(len(whole), arch))])
@@ -85,6 +89,16 @@ def take_shard(tensors: Sequence[Tensor], layout: ShardRule, arch: Architecture,
     return torch.cat(mine, dim=1).reshape(-1, *rest).chunk(ranks_per_group)[tp_rank % ranks_per_group]
 
 
+def gate_and_up(tensors: Sequence[Tensor], layout: ShardRule) -> Sequence[Tensor]:
+    """Gate and up projections of one of the rules GATED apart, each with its rows first."""
+    if layout is ShardRule.FUSED_GATE_UP:
+        return tensors[0].chunk(2)
+    if layout is ShardRule.INTERLEAVED_GATE_UP:
+        rows = tensors[0].t()
+        return rows[::2], rows[1::2]
+    return tensors
+
+
 def merge_shards(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture) -> list[Tensor]:
     """The full Hugging Face tensors from all ranks' Megatron tensors: the inverse of `take_shard`.
 
@@ -96,10 +110,14 @@ def merge_shards(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture
         return [_joined(shards)]
     if layout is ShardRule.ROW:
         return [_joined(shards, dim=1)]
+    if layout is ShardRule.TRANSPOSED_ROW:
+        return [_joined(shards, dim=1).t()]
     if layout is ShardRule.VOCAB:
         return [_joined(shards)[: arch.vocab_size]]
     if layout is ShardRule.FUSED_GATE_UP:
         return [torch.cat(merge_shards(shards, ShardRule.GATE_UP, arch))]
+    if layout is ShardRule.INTERLEAVED_GATE_UP:
+        return [torch.stack(merge_shards(shards, ShardRule.GATE_UP, arch), dim=1).flatten(0, 1).t()]
     if layout is ShardRule.FUSED_QKV:
         return [torch.cat(merge_shards(shards, ShardRule.QKV, arch))]
     if layout is ShardRule.GATE_UP:

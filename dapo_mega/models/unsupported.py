@@ -17,7 +17,6 @@ _DIFFERENCES = {
     "gemma3_text": ("qwen3", f"{_GEMMA}, and sliding windows in most layers"),
     "glm4": ("llama", "norms around attention and MLP, and interleaved rotation"),
     "glm_moe_dsa": ("deepseek_v3", _SPARSE),
-    "gpt_oss": ("qwen3_moe", "attention sinks, sliding windows in half of the layers, biases of experts, and MXFP4"),
     "mixtral": ("qwen3_moe", "other names of the experts' tensors, and no norms on q and k"),
     "olmo2": ("llama", _OLMO),
     "olmo3": ("llama", f"{_OLMO}, and sliding windows in most layers"),

@@ -127,7 +127,11 @@ class ActivationModel:
             group = max(sum(self.whole_layer(layer).total for layer in layers) for layers in groups)
             # The first norm keeps the hidden states that the group was given.
             return max(0.0, group - self.hidden - head)
-        return max(0.0, *(self._repeated_bytes(layer) - head for layer in chunk.layers))
+        peak, freed = 0.0, head
+        for layer in reversed(chunk.layers):
+            peak = max(peak, self._repeated_bytes(layer) - freed)
+            freed += self.kept_layer(layer).total
+        return peak
 
     def _repeated_bytes(self, layer: int) -> float:
         """Extra bytes that selective recomputing of one layer needs, above those that its forward pass kept."""
@@ -138,7 +142,7 @@ class ActivationModel:
             repeated = max(0.0, repeated - self._experts())
         late = (whole.late_norm - kept.late_norm) + repeated
         # The attention is recomputed after the later parts of its layer were freed.
-        early = whole.norm - kept.norm + self._recomputed_attention() - kept.late_norm - kept.mlp
+        early = whole.norm - kept.norm + self._recomputed_attention(layer) - kept.late_norm - kept.mlp
         early = early if self._recomputes("core_attn", "layernorm") else 0.0
         return max(late, early)
 
@@ -163,7 +167,7 @@ class ActivationModel:
         has_experts = self.placement.arch.has_experts(number)
         return LayerBytes(
             self._norm(fused=not self.is_local),
-            self._local_attention() if self.is_local else self._te_attention(),
+            self._local_attention(number) if self.is_local else self._te_attention(),
             self._around_attention(),
             self._norm(fused=not self.is_local and not has_experts),
             self._experts() + self._shared_expert() if has_experts else self._mlp(self.placement.arch.ffn_hidden_size),
@@ -214,31 +218,37 @@ class ActivationModel:
             heads = projection + self._copied_queries
         return self.tokens * heads * self.placement.arch.head_dim * self.element
 
-    def _recomputed_attention(self) -> float:
+    def _recomputed_attention(self, layer: int) -> float:
         """Extra bytes of an attention that is recomputed, above those that its forward pass kept."""
         if not self.is_local:
             return self._te_attention() - self._attention_inputs()
         # The inputs are still there; the output projection's is not.
         row = self.placement.query_heads * self.placement.arch.head_dim
         released = 0.0 if self._attends_in_place else self.tokens * row * self.element
-        return self._local_attention(with_inputs=False) - released
+        return self._local_attention(layer, with_inputs=False) - released
 
     @property
     def _attends_in_place(self) -> bool:
-        """Whether the local attention copies neither its values, unless it repeats them, nor its output."""
-        return self.element == _FLOAT and self.shape.has_one_length and self.placement.parallel.context == 1
+        """Whether the local attention copies neither its values, unless it repeats them, nor its output. It copies all
+        where it puts a sink in front of each sequence."""
+        is_plain = self.element == _FLOAT and not self.placement.arch.attention_sinks
+        return is_plain and self.shape.has_one_length and self.placement.parallel.context == 1
 
-    def _local_attention(self, *, with_inputs: bool = True) -> float:
+    def _local_attention(self, layer: int, *, with_inputs: bool = True) -> float:
         """Queries, keys and values (repeated for each query head), output, and log-sum of each row, in float32.
         With `with_inputs`, tensors that are views of the attention's inputs count too."""
         heads, keys = self.placement.query_heads, self.placement.key_heads
-        row = heads * self.placement.arch.head_dim * _FLOAT
+        arch = self.placement.arch
+        # A key, and a query, in front of each sequence, and a dimension for its score.
+        sinks = int(arch.attention_sinks)
+        row = heads * (arch.head_dim + sinks) * _FLOAT
         if self.placement.parallel.context > 1:
-            return self._local_attention_of_pieces(row)
-        window = self.placement.arch.sliding_window
+            return self._local_attention_of_pieces(row, sinks)
+        window = None if layer in arch.full_attention_layers else arch.sliding_window
         # One mask for each block that is longer than the sliding window.
-        masks = sum(_FLOAT * length**2 for _, length in self.shape.blocks if window and length > window)
-        total: float = self.shape.padded_tokens * (4 * row + _FLOAT * heads) + masks
+        masks = sum(_FLOAT * (length + sinks) ** 2 for _, length in self.shape.blocks if window and length > window)
+        slots = sum(rows * (length + sinks) for rows, length in self.shape.blocks)
+        total: float = slots * (4 * row + _FLOAT * heads) + masks
         if self._attends_in_place:
             # The output is the output projection's input.
             total -= self.tokens * row
@@ -249,14 +259,15 @@ class ActivationModel:
                 total += self.tokens * product if with_inputs and not self._keeps_projection else 0.0
         return total
 
-    def _local_attention_of_pieces(self, row: float) -> float:
+    def _local_attention_of_pieces(self, row: float, sinks: int) -> float:
         context = self.placement.parallel.context
-        total = self.tokens * (2 * row + _FLOAT * self.placement.query_heads)
+        queries = self.tokens + 2 * sinks * len(self.shape.lengths)
+        total = queries * (2 * row + _FLOAT * self.placement.query_heads)
         for length in self.shape.lengths:
             # Two pieces of a sequence see (2 C + 1) pieces' keys together; each has a mask of its own.
             piece = length / (2 * context)
-            seen = (2 * context + 1) * piece
-            total += seen * 2 * row + piece * seen * _FLOAT
+            seen = (2 * context + 1) * piece + 2 * sinks
+            total += seen * 2 * row + (piece + sinks) * seen * _FLOAT
         return total
 
     def _te_attention(self) -> float:
@@ -287,7 +298,9 @@ class ActivationModel:
         rows = self.shared_tokens * experts.per_token * parallel.expert_tensor * self.shape.expert_load
         inner = experts.ffn_hidden_size / parallel.expert_tensor
         if self.is_local:
-            return routing + rows * (arch.hidden_size * self.element + 5 * inner * self.element + 4)
+            # Of a clamped SwiGLU also the clamped gate, its sigmoid, and up + 1.
+            kept = 8 if experts.swiglu_limit else 5
+            return routing + rows * (arch.hidden_size * self.element + kept * inner * self.element + 4)
         kept_product = 0 if self._recomputes("moe_act") else self.operand
         return routing + rows * (arch.hidden_size * self.operand + inner * (2 * self.element + kept_product) + 4)
 

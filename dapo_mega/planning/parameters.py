@@ -201,6 +201,8 @@ def _attention_vectors(placement: RankLayout) -> list[int]:
         vectors += [arch.head_dim, arch.head_dim]
     if arch.output_bias:
         vectors.append(arch.hidden_size)
+    if arch.attention_sinks:
+        vectors.append(placement.query_heads)
     return vectors
 
 
@@ -213,7 +215,7 @@ def _mlp_numels(placement: RankLayout) -> list[int]:
 def _routing_numels(placement: RankLayout, experts: Experts) -> list[int]:
     """The router and the shared expert."""
     hidden = placement.arch.hidden_size
-    numels = [experts.number * hidden]
+    numels = [experts.number * hidden] + [experts.number] * experts.has_biases
     if experts.shared_ffn_hidden_size:
         inner = experts.shared_ffn_hidden_size // placement.parallel.tensor
         numels += [2 * inner * hidden, inner * hidden]
@@ -221,13 +223,14 @@ def _routing_numels(placement: RankLayout, experts: Experts) -> list[int]:
 
 
 def expert_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
-    """Elements of each expert weight of a chunk on one process."""
+    """Elements of each weight and bias of experts of a chunk on one process."""
     experts, parallel = placement.arch.experts, placement.parallel
     if experts is None:
         return []
-    one = experts.ffn_hidden_size // parallel.expert_tensor * placement.arch.hidden_size
+    inner, hidden = experts.ffn_hidden_size // parallel.expert_tensor, placement.arch.hidden_size
+    one = [2 * inner * hidden, inner * hidden] + [2 * inner, hidden] * experts.has_biases
     layers = sum(map(placement.arch.has_experts, chunk.layers))
-    return [2 * one, one] * (experts.number // parallel.expert * layers)
+    return one * (experts.number // parallel.expert * layers)
 
 
 def linear_elements(placement: RankLayout, layer: int) -> int:

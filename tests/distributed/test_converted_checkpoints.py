@@ -27,6 +27,7 @@ CASES = {
     "llama, all biases, tied": ({"pipeline": 2}, TP2, [{}, TP2]),
     "qwen3_moe": ({"expert": 2}, VPP, [{**TP2, "expert_tensor": 2}, {"expert": 2}]),
     "qwen2_moe": (VPP, {**TP2, "expert": 2}, [{"expert": 4}]),
+    "gpt_oss": ({**TP2, "expert": 2}, {"pipeline": 2}, [{**TP2, "pipeline": 2, "expert": 2}, {"expert": 2}]),
     "deepseek_v3": ({**TP2, "expert": 2}, {"expert": 4}, [{**TP2, "pipeline": 2, "expert": 2}, VPP]),
 }
 if has_delta():

@@ -20,13 +20,14 @@ from .tiny import DELTA_MODELS, FAMILY_MODELS, make_samples
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-KINDS = ("qwen2_moe", "qwen3_moe", "deepseek", "glm4_moe", "qwen3_next", "qwen3_5_moe")
+KINDS = ("qwen2_moe", "qwen3_moe", "deepseek", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe")
 MIXTURES = tuple(name for name in FAMILY_MODELS if name.startswith(KINDS))
+GPT_OSS = tuple(name for name in FAMILY_MODELS if name.startswith("gpt_oss"))
 DENSE = tuple(name for name in FAMILY_MODELS if name not in MIXTURES)
 ALL = DENSE + MIXTURES
 # What the families' own code has no part in, test_parallel_parity.py shows of one dense model.
 DELTA = tuple(name for name in ("qwen3_next", "qwen3_5") if name in FAMILY_MODELS)
-LEARNERS = ("qwen2, tied", "qwen3_moe", "deepseek_v3", *DELTA)
+LEARNERS = ("qwen2, tied", "qwen3_moe", "deepseek_v3", "gpt_oss", *DELTA)
 TP2 = {"tensor": 2, "sequence": True}
 
 
@@ -45,9 +46,10 @@ LAYOUTS = {
     "one_bf16": Case(1, dtype="bf16"),
     "tp2": Case(2, {"tensor": 2}, tuple(name for name in DENSE if name not in DELTA_MODELS)),
     "tp2_sp": Case(2, TP2, DENSE),
-    "tp2_experts_cut": Case(2, {**TP2, "expert_tensor": 2}, MIXTURES),
+    "tp2_experts_cut": Case(2, {**TP2, "expert_tensor": 2}, tuple(name for name in MIXTURES if name not in GPT_OSS)),
+    "tp2_ep2": Case(2, {**TP2, "expert": 2}, GPT_OSS),
     "pp2": Case(2, {"pipeline": 2}),
-    "cp2": Case(2, {"context": 2}, ("qwen3", "llama, all biases, tied", "mistral", "phi3", *DELTA)),
+    "cp2": Case(2, {"context": 2}, ("qwen3", "llama, all biases, tied", "mistral", "phi3", "gpt_oss", *DELTA)),
     "ep2": Case(2, {"expert": 2}, MIXTURES),
     "tp2_pp2": Case(4, {**TP2, "pipeline": 2}, DENSE),
     "tp2_pp2_bf16": Case(4, {**TP2, "pipeline": 2}, DENSE, "bf16"),
@@ -63,6 +65,7 @@ def load_score_and_learn(layouts, checkpoints):
     """layout -> model -> what this process got, with the keys
 
     - `weights` (leader): the full tensors by name; `updated`: the same after a supervised step, of those that learn;
+      `grad_norm`: the norm of that step's gradient;
     - `logprobs` (the last stage's first tensor-parallel process): of all response tokens that this process holds.
     """
     results = {}
@@ -96,7 +99,7 @@ def try_model(checkpoint, model, case, processes):
     if processes.counts_outputs and processes.data_rank == 0:
         result["logprobs"] = scores.logprobs
     if case.dtype == "fp32" and model in LEARNERS:
-        policy.update([TokenBatch(share)], SupervisedLoss())
+        result["grad_norm"] = policy.update([TokenBatch(share)], SupervisedLoss())["policy/grad_norm"]
         result["updated"] = full_weights(policy)
     return result
 
@@ -153,4 +156,5 @@ def test_logprobs_do_not_depend_on_the_layout(results, layout, model):
 def test_a_supervised_step_does_not_depend_on_the_layout(results, layout, model):
     alone, given = results["one"][model][0], results[layout][model][0]
     assert_same_tensors(given["updated"], alone["updated"], rtol=1e-5, atol=1e-6)
+    assert given["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
     assert any(not torch.equal(alone["updated"][name], alone["weights"][name]) for name in alone["weights"])

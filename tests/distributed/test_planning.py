@@ -44,6 +44,9 @@ ONE_PROCESS = {
     "one_length_experts": ("experts", "fp32", {}, {}),
     "windowed": ("windowed", "fp32", {}, {}),
     "windowed_bf16_recomputed": ("windowed", "bf16", {}, ALL_DENSE),
+    "sinks": ("sinks", "fp32", {}, {}),
+    "one_length_sinks": ("sinks", "fp32", {}, {}),
+    "sinks_recomputed": ("sinks", "bf16", {}, ALL_EXPERTS),
     "experts": ("experts", "fp32", {}, {}),
     "experts_recomputed": ("experts", "bf16", {}, ALL_EXPERTS),
     "shared_expert": ("shared", "fp32", {}, {}),
@@ -70,6 +73,8 @@ TWO_PROCESSES = {
     "interleaved_recomputed": ("narrow", "bf16", {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "selective"}),
     "context": ("wide", "bf16", {"context": 2}, {}),
     "context_recomputed": ("narrow", "fp32", {"context": 2}, {"recompute": "selective"}),
+    "context_sinks": ("sinks", "bf16", {"context": 2}, {}),
+    "sinks_spread_sequence": ("sinks", "fp32", {"tensor": 2, "sequence": True, "expert": 2}, {}),
     "data": ("narrow", "fp32", {}, {}),
     "data_bf16": ("wide", "bf16", {}, {}),
     "experts_spread": ("experts", "bf16", {"expert": 2}, {}),
@@ -95,6 +100,8 @@ def models(tmp_path_factory):
 
 def make_models(folder):
     from transformers import (
+        GptOssConfig,
+        GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         MistralConfig,
@@ -155,6 +162,19 @@ def make_models(folder):
         mlp_only_layers=[1],
         **shared,
     )
+    sinks = GptOssConfig(
+        vocab_size=1501,
+        hidden_size=128,
+        intermediate_size=96,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=205,
+        tie_word_embeddings=False,
+        **shared,
+    )
     of_llama = {"vocab_size": 2003, "hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, **shared}
     biased = LlamaConfig(num_key_value_heads=2, attention_bias=True, mlp_bias=True, **of_llama)
     windowed = MistralConfig(num_key_value_heads=6, sliding_window=205, **of_llama)
@@ -164,6 +184,7 @@ def make_models(folder):
     LlamaForCausalLM(one_key).save_pretrained(folder / "one_key")
     LlamaForCausalLM(one_key_each).save_pretrained(folder / "one_key_each")
     Qwen3ForCausalLM(one_key_normed).save_pretrained(folder / "one_key_normed")
+    GptOssForCausalLM(sinks).save_pretrained(folder / "sinks")
     LlamaForCausalLM(biased).save_pretrained(folder / "biased")
     MistralForCausalLM(windowed).save_pretrained(folder / "windowed")
     Qwen2ForCausalLM(wide).save_pretrained(folder / "wide")

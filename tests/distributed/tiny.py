@@ -212,6 +212,15 @@ def make_qwen3_5_moe_model(folder: Path, **changes: Any) -> Path:
     return save_random(Qwen3_5MoeTextConfig(**{**_DELTA_SIZES, **changes}), folder, scale=0.08)
 
 
+def make_gpt_oss_model(folder: Path, **changes: Any) -> Path:
+    """gpt-oss: sinks, YaRN without rounding, two layers with windows, four experts that reach their limits."""
+    from transformers import GptOssConfig
+
+    sizes = {**_SIZES, "head_dim": 16, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    special = {"sliding_window": 7, "swiglu_limit": 1.5, "rope_parameters": {**_YARN, "truncate": False}}
+    return save_random(GptOssConfig(**{**sizes, **special, **changes}), folder)
+
+
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _MAGNITUDES = {"mscale": 0.8, "mscale_all_dim": 0.6}
 
@@ -260,6 +269,13 @@ FAMILY_MODELS: dict[str, Callable[[Path], Path]] = {
         routed_scaling_factor=2.5,
         first_k_dense_replace=2,
         rope_parameters={**_YARN, "partial_rotary_factor": 0.4},
+    ),
+    "gpt_oss": make_gpt_oss_model,
+    "gpt_oss, one key head, tied, windows at the end": partial(
+        make_gpt_oss_model,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
     ),
     "phi3": make_phi3_model,
     "phi3, whole heads, a window, untied, one key head": partial(
@@ -314,7 +330,8 @@ def save_random(config: Any, folder: Path, seed: int = 0, scale: float = 0.15) -
         routing_biases = (pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias"))
         for name, parameter in chain(model.named_parameters(), routing_biases):
             # Routers with a clear opinion: near ties would be decided by rounding.
-            kind = "norm" if "norm" in name else "router" if ".gate." in name else "bias" if parameter.ndim == 1 else ""
+            is_router = ".gate." in name or ".router." in name
+            kind = "norm" if "norm" in name else "router" if is_router else "bias" if parameter.ndim == 1 else ""
             parameter.add_(torch.randn_like(parameter) * {"norm": 0.2, "router": 0.5, "bias": 0.3, "": scale}[kind])
     model.save_pretrained(folder)
     return folder

@@ -145,9 +145,10 @@ def _check(requests: Sequence[GenerationRequest], config: Any) -> None:
 
 def _targets(model: PreTrainedModel) -> dict[str, Tensor]:
     """The model's tensors by their names on disk; transformers' two stacked tensors per layer are split into
-    experts."""
+    experts, except where they are stacked on disk, with biases."""
     targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    for name in [name for name in targets if name.endswith(".mlp.experts.gate_up_proj")]:
+    stacks = [name for name in targets if name.endswith(".mlp.experts.gate_up_proj")]
+    for name in [name for name in stacks if f"{name}_bias" not in targets]:
         prefix = name.removesuffix("gate_up_proj")
         gates_and_ups = (expert.chunk(2) for expert in targets.pop(name))
         for number, (gate, up) in enumerate(gates_and_ups):

@@ -21,6 +21,7 @@ from dapo_mega.distributed import accelerator
 from dapo_mega.megatron.core.groups import ends_of_pipeline
 from dapo_mega.megatron.core.layers import block_spec, uses_transformer_engine
 from dapo_mega.megatron.core.packed_attention import PackedSegments
+from dapo_mega.megatron.core.repairs.parameter_marks import correct_marks
 from dapo_mega.megatron.core.repairs.until_0_16.latent_attention import count_down_projections_once
 from dapo_mega.megatron.core.routing import keep_router_biases_in_float32
 from dapo_mega.megatron.core.settings import TransformerConfig
@@ -97,6 +98,7 @@ def build_chunks(
         )
         stage.to(accelerator.device())
         chunks.append(Float16Module(config, stage) if config.bf16 else stage)
+        correct_marks(stage)
         keep_router_biases_in_float32(stage)
         count_down_projections_once(stage)
     return chunks

@@ -76,7 +76,14 @@ def block_spec(
     )
 
 
+def has_all_biases(arch: Architecture) -> bool:
+    """Whether every linear layer has a bias, routers and experts too."""
+    return arch.experts is not None and arch.experts.has_biases
+
+
 def _add_biases(layer: ModuleSpec, arch: Architecture) -> None:
+    if has_all_biases(arch):
+        return
     if arch.output_bias:
         attention = layer.submodules.self_attention.submodules
         attention.linear_proj = _biased(attention.linear_proj)
@@ -110,6 +117,18 @@ def _biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
             super().__init__(*args, bias=True, **kwargs)
 
     return Biased
+
+
+def _owning(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """`linear` with an output of its own. Megatron adds the biases of experts to it in place, which autograd forbids
+    for the view that its reduction over processes returns."""
+
+    class Owning(linear):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(*args)
+            return output.clone(), bias
+
+    return Owning
 
 
 def _kind(config: TransformerConfig, has_experts: bool) -> dict[str, Any]:
@@ -152,6 +171,9 @@ def _local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
         attention.k_layernorm = RMSNorm
     _use_own_activation(layer.submodules.mlp)
     if has_experts:
+        experts = _parts(_parts(layer.submodules.mlp).experts)
+        if config.add_bias_linear:
+            experts.linear_fc2 = _owning(experts.linear_fc2)
         # Checkpoints of Transformer Engine layers also have the norm before experts as a separate layer.
         del names["pre_mlp_layernorm."]
     return layer

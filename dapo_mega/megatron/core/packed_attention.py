@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from dapo_mega.megatron.core.groups import context_group, gathered_tokens
@@ -119,8 +120,8 @@ def _plan_pieces(cu_seqlens: Tensor, rank: int, size: int) -> tuple[tuple[Contex
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal core attention over packed sequences [T, heads, head_dim] with torch's fused kernels and Megatron's
-    `window_size`, if set.
+    """Causal core attention over packed sequences [T, heads, head_dim] with torch's fused kernels, Megatron's
+    `window_size`, if set, and attention sinks with `softmax_type="learnable"`.
 
     Segments of similar length are padded on the right into one block; under a causal mask no real position sees the
     padding behind it, so the result is exact. Under context parallelism the keys and values of all ranks are gathered
@@ -130,7 +131,12 @@ class PackedAttention(torch.nn.Module):
     def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any):
         super().__init__()
         self.softmax_scale = softmax_scale
-        self.window = config.window_size[0] + 1 if config.window_size else None
+        is_windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if is_windowed else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
         # One entry per layer of the whole model; layers are counted from 1.
         self.rotates = not (config.no_rope_freq and config.no_rope_freq[layer_number - 1])
 
@@ -177,9 +183,7 @@ class PackedAttention(torch.nn.Module):
             length = shape[1]
             is_windowed = self.window is not None and length > self.window
             visible = _visible(length, length, self.window, q.device) if is_windowed else None
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=visible, is_causal=not is_windowed, scale=self.softmax_scale
-            )
+            attended = self._attend(q, k, v, visible)
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
         if segments.slot_of_token is None:
             return outputs[0].flatten(1)
@@ -198,9 +202,34 @@ class PackedAttention(torch.nn.Module):
             q = query[piece.queries].transpose(0, 1)[None]
             k, v = (tensor[seen].repeat_interleave(repeat, dim=1).transpose(0, 1)[None] for tensor in (keys, values))
             visible = _visible(q.shape[2], piece.num_keys, self.window, q.device)
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self.softmax_scale)
-            outputs.append(attended[0].transpose(0, 1))
+            outputs.append(self._attend(q, k, v, visible)[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+        """[rows, heads, queries, d]; without a mask `visible` [queries, keys] a causal one.
+
+        A head's sink is a key in front of all others whose value is 0: its score comes from another dimension, in which
+        all queries are 1. The query in front keeps the causal mask square.
+        """
+        scale = self.softmax_scale or query.shape[-1] ** -0.5
+        if self.softmax_offset is not None:
+            query = F.pad(F.pad(query, (0, 1), value=1.0), (0, 0, 1, 0))
+            key, value = F.pad(key, (0, 1, 1, 0)), F.pad(value, (0, 1, 1, 0))
+            key[:, :, 0, -1] = self.softmax_offset.to(key) / scale
+            visible = None if visible is None else F.pad(visible, (1, 0, 1, 0), value=True)
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=visible is None, scale=scale
+        )
+        return output if self.softmax_offset is None else output[:, :, 1:, :-1]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks, cut over tensor-parallel processes by heads, as Megatron's attention layers store them."""
+        stored: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+        return stored
 
 
 def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.core.layers import uses_transformer_engine
+from dapo_mega.megatron.core.layers import has_all_biases, uses_transformer_engine
 from dapo_mega.models import Architecture
 from dapo_mega.models.rope import YarnScaling
 
@@ -23,10 +24,11 @@ def transformer_config(
     arch: Architecture, model: ModelConfig, parallel: ParallelConfig, compute: ComputeConfig
 ) -> TransformerConfig:
     """Megatron's TransformerConfig for `arch` in the given layout and precision."""
-    if arch.sliding_window and parallel.context > 1 and uses_transformer_engine(model):
+    if (arch.sliding_window or arch.attention_sinks) and parallel.context > 1 and uses_transformer_engine(model):
+        what = "attention sinks" if arch.attention_sinks else f"sliding_window={arch.sliding_window}"
         raise InputError(
-            f"sliding_window={arch.sliding_window} under parallel.context={parallel.context} is not supported by "
-            "Transformer Engine's ring attention; set parallel.context=1"
+            f"{what} under parallel.context={parallel.context} is not supported by Transformer Engine's ring "
+            "attention; set parallel.context=1"
         )
     if model.dtype == "fp32" and parallel.context > 1 and uses_transformer_engine(model):
         raise InputError(
@@ -45,12 +47,16 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_epsilon,
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        # One switch for all layers, routers included; where only some have biases, specs add them.
+        add_bias_linear=has_all_biases(arch),
         add_qkv_bias=arch.qkv_bias,
         softmax_scale=arch.softmax_scale,
+        softmax_type="learnable" if arch.attention_sinks else "vanilla",
         # Megatron's window does not count the query's own key.
         window_size=(arch.sliding_window - 1, 0) if arch.sliding_window else None,
+        window_attn_skip_freq=[int(layer not in arch.full_attention_layers) for layer in range(arch.num_layers)]
+        if arch.full_attention_layers
+        else None,
         no_rope_freq=[int(layer in arch.unrotated_layers) for layer in range(arch.num_layers)]
         if arch.unrotated_layers
         else None,
@@ -109,10 +115,11 @@ def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
         "use_cpu_initialization": not on_gpu,
         # Fusions are CUDA kernels, or torch.compile, which costs minutes on a CPU.
         "bias_activation_fusion": on_gpu,
-        # Makes Megatron take the activation from the layer spec: on the CPU our own.
-        "use_te_activation_func": not on_gpu,
+        # Makes Megatron take the activation from the layer spec: on the CPU our own SwiGLU.
+        "use_te_activation_func": not on_gpu and not (arch.experts and arch.experts.swiglu_limit),
         "masked_softmax_fusion": False,
-        "bias_dropout_fusion": on_gpu,
+        # Megatron's grouped experts refuse it beside biases of theirs.
+        "bias_dropout_fusion": on_gpu and not has_all_biases(arch),
         # Megatron's fused rotary embedding of latent attention exists for YaRN only; the other one has no magnitude.
         "apply_rope_fusion": on_gpu
         and uses_transformer_engine(model)
@@ -125,10 +132,16 @@ def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
 
 def _expert_settings(arch: Architecture, model: ModelConfig, compute: ComputeConfig) -> dict[str, Any]:
     # Megatron checks the dispatcher against variable lengths for dense models too.
-    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall", "activation_func": F.silu}
     if arch.experts is None:
         return settings
     experts, moe = arch.experts, compute.moe
+    if experts.swiglu_limit is not None:
+        settings |= {
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": experts.swiglu_limit,
+            "glu_linear_offset": 1.0,
+        }
     settings |= {
         "num_moe_experts": experts.number,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,

@@ -43,7 +43,7 @@ from dapo_mega.models import Architecture, ModelFamily, ShardRule, merge_shards,
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, all_tensors, check_count
 from dapo_mega.models.hf_shapes import hf_shape
-from dapo_mega.models.layouts import DELTA, GATED, delta_sections
+from dapo_mega.models.layouts import DELTA, GATED, ROWS, delta_sections
 from dapo_mega.models.megatron_format.pickles import (
     COMMON_FILE,
     DAMAGED_PICKLE,
@@ -144,7 +144,7 @@ def cuts(layout: ShardRule, shape: Sequence[int], arch: Architecture, rank: int,
     whole = (0,) * len(shape)
     if layout is ShardRule.REPLICATED:
         return [(whole, tuple(shape))] if rank == 0 else []
-    axis = 1 if layout is ShardRule.ROW else 0
+    axis = 1 if layout in ROWS else 0
     count = 2 if layout in GATED else 1
     sections = delta_sections(shape[0], arch) if layout in DELTA else [shape[axis] // count] * count
     blocks, first = [], 0

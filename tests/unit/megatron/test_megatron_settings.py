@@ -294,6 +294,21 @@ CHANGES = [
     ({"arch": {"qkv_bias": False}}, transformer(add_qkv_bias=False)),
     ({"arch": {"sliding_window": 5}}, transformer(window_size=(4, 0))),
     ({"arch": {"qk_norm": True}}, transformer(qk_layernorm=True)),
+    (
+        {"arch": {"sliding_window": 5, "full_attention_layers": frozenset({1, 3}), "attention_sinks": True}},
+        transformer(window_size=(4, 0), window_attn_skip_freq=[1, 0, 1, 0], softmax_type="learnable"),
+    ),
+    (
+        {"arch": experts(has_biases=True, swiglu_limit=7.0)},
+        OF_EXPERTS
+        | transformer(
+            activation_func="quick_gelu",
+            activation_func_clamp_value=7.0,
+            add_bias_linear=True,
+            bias_dropout_fusion=False,
+            glu_linear_offset=1.0,
+        ),
+    ),
     ({"arch": {"rope_theta": 5e5}}, of("stage", rotary_base=5e5)),
     ({"arch": experts()}, OF_EXPERTS),
     ({"arch": experts(normalised=False)}, {**OF_EXPERTS, **transformer(moe_router_pre_softmax=True)}),

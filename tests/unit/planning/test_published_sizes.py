@@ -101,6 +101,42 @@ SMOLLM3 = {
     "use_sliding_window": False,
     "vocab_size": 128256,
 }
+# huggingface.co/openai/gpt-oss-20b and gpt-oss-120b
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+GPT_OSS_LARGE = {
+    **GPT_OSS,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
 QWEN_VL = {
     "model_type": "qwen2_5_vl",
     "hidden_size": 3584,
@@ -154,6 +190,9 @@ MODELS = {
     "Phi-4-reasoning": ({**PHI4, "max_position_embeddings": 32768, "rope_theta": 500000}, 14.7, 14.7),
     "Phi-4-mini": (PHI4_MINI, 3.84, 3.84),
     "SmolLM3-3B": (SMOLLM3, 3.08, 3.08),
+    # 3.6 and 5.1 with the output layer.
+    "gpt-oss-20b": (GPT_OSS, 20.91, 3.03),
+    "gpt-oss-120b": (GPT_OSS_LARGE, 116.83, 4.55),
     "Qwen2.5-VL-7B": (QWEN_VL, 7.6, 7.6),
     # Cards of these round what a token meets to whole billions, so only all parameters are compared.
     "Qwen3-Next-80B-A3B": (QWEN_NEXT, 80),
