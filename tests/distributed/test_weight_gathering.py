@@ -34,6 +34,7 @@ CASES = {
     "tp4_two_processes_to_a_key_head": {"parallel": {"tensor": 4, "sequence": True}},
     "pp2": {"parallel": {"pipeline": 2}},
     "pp2_tied": {"parallel": {"pipeline": 2}, "model": "tied"},
+    "pp4_tied_ends_alone": {"parallel": {"pipeline": 4, "pipeline_layout": [0, 1, 3, 0]}, "model": "tied"},
     "tp2_pp2": {"parallel": {**TP2, "pipeline": 2}},
     "tp2_vpp2x2": {"parallel": {**TP2, **VPP}},
     "cp2": {"parallel": {"context": 2}},
@@ -55,6 +56,7 @@ CASES = {
 }
 WITH_ENGINES = (
     "pp2_tied",
+    "pp4_tied_ends_alone",
     "tp2_vpp2x2",
     "cp2",
     "tp2_cp2",
