@@ -6,7 +6,7 @@ import re
 from itertools import accumulate
 from typing import Any
 
-from pydantic import Field, NonNegativeInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dapo_mega.config.base import Section, divisors
 
@@ -20,7 +20,7 @@ class ParallelConfig(Section):
     """Pipeline stages: groups of GPUs that hold consecutive layers. For models too large for one machine."""
     virtual_pipeline: int = Field(default=1, ge=1)
     """Model chunks per pipeline stage. 2 or more interleaves them: less idle time, more communication."""
-    pipeline_layout: tuple[NonNegativeInt, ...] | None = None
+    pipeline_layout: tuple[int, ...] | None = None
     """Layers of each model chunk, in the order in which a token passes through them: [3, 4, 2], or as in Megatron
     `Et*3|t*4|ttL`. 0 leaves the embedding or the output layer alone. null: as even as possible, ends with fewer."""
     context: int = Field(default=1, ge=1)
@@ -49,7 +49,8 @@ class ParallelConfig(Section):
                 f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves chunks of pipeline stages; it needs "
                 f"parallel.pipeline >= 2, or must be 1"
             )
-        if (sizes := self.pipeline_layout) is not None and (len(sizes) != self.num_chunks or 0 in sizes[1:-1]):
+        sizes = self.pipeline_layout
+        if sizes is not None and (len(sizes) != self.num_chunks or min(sizes) < 0 or 0 in sizes[1:-1]):
             raise ValueError(
                 f"parallel.pipeline_layout={list(sizes)} must have the layers of parallel.pipeline={self.pipeline} x "
                 f"parallel.virtual_pipeline={self.virtual_pipeline} = {self.num_chunks} chunks, at least 1 in each "

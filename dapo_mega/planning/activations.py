@@ -111,7 +111,7 @@ class ActivationModel:
 
     def chunk(self, chunk: Chunk) -> float:
         """Bytes kept of one micro-batch by one chunk."""
-        total = self.after_layers(chunk) + self._attention_plan()
+        total = self.after_layers(chunk) + (self._attention_plan() if chunk.layers else 0.0)
         if chunk.is_first:  # The embedding's indices, and which of them are another process's.
             total += self.tokens * (_INDEX + (self.placement.parallel.tensor > 1))
         if self.compute.recompute == "full":

@@ -330,7 +330,8 @@ def test_engines_of_all_replicas_get_the_same_bytes_from_all_processes(reports, 
     assert second[:2] == (URLS, [])
     assert third[:2] == (URLS, [])
     assert second[2]["weight_sync/bytes"] == third[2]["weight_sync/bytes"] == first[2]["weight_sync/bytes"]
-    assert 1 <= third[2]["weight_sync/sender_balance"] <= 1.1
+    # Every stage sends its own weights: of four, one has three of four layers here.
+    assert 1 <= third[2]["weight_sync/sender_balance"] <= (3 if name == "pp4_tied_ends_alone" else 1.1)
 
 
 def test_down_projections_that_an_engine_fuses_are_never_in_two_buckets():

@@ -22,6 +22,7 @@ from dapo_mega.megatron.core.groups import ends_of_pipeline
 from dapo_mega.megatron.core.layers import block_spec, uses_transformer_engine
 from dapo_mega.megatron.core.packed_attention import PackedSegments
 from dapo_mega.megatron.core.repairs.until_0_16.latent_attention import count_down_projections_once
+from dapo_mega.megatron.core.repairs.until_0_16.recompute import end_groups_with_the_last_layer
 from dapo_mega.megatron.core.routing import keep_router_biases_in_float32
 from dapo_mega.megatron.core.settings import TransformerConfig
 from dapo_mega.models import Architecture
@@ -99,6 +100,7 @@ def build_chunks(
         chunks.append(Float16Module(config, stage) if config.bf16 else stage)
         keep_router_biases_in_float32(stage)
         count_down_projections_once(stage)
+        end_groups_with_the_last_layer(stage)
     return chunks
 
 
