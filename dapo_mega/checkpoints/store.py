@@ -294,7 +294,7 @@ def _wanted_content(model: TrainedModel, saved: Collection[str], prefix: str = "
 
 def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
     for name, chunk in _named_chunks(model).items():
-        state = loaded[name]
+        state = loaded.get(name, {})  # Megatron leaves out chunks without adapters: those without layers.
         if model.lora:
             model.lora.load(state)
             continue

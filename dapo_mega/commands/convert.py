@@ -131,6 +131,7 @@ def _layout(options: argparse.Namespace, arch: Architecture) -> ParallelConfig:
     if expert_tensor is None:
         expert_tensor = options.tensor if arch.experts and options.expert == 1 else 1
     sizes = {name: getattr(options, name) for name in _SIZES}
+    sizes["pipeline_layout"] = options.pipeline_layout
     return validated(ParallelConfig, {**sizes, "expert_tensor": expert_tensor, "sequence": options.tensor > 1})
 
 
@@ -173,5 +174,8 @@ def _parser() -> argparse.ArgumentParser:
                 command.add_argument(
                     f"--{size.replace('_', '-')}", type=int, default=1, help="as parallel.* of a run (default 1)"
                 )
+            command.add_argument(
+                "--pipeline-layout", help="layers of each chunk, such as 'Et*3|t*4|ttL' (default even)"
+            )
             command.add_argument("--expert-tensor", type=int, help="default: 1 with expert parallelism, else --tensor")
     return parser

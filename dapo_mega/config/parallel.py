@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+import re
+from itertools import accumulate
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
 
 from dapo_mega.config.base import Section, divisors
 
@@ -16,6 +20,9 @@ class ParallelConfig(Section):
     """Pipeline stages: groups of GPUs that hold consecutive layers. For models too large for one machine."""
     virtual_pipeline: int = Field(default=1, ge=1)
     """Model chunks per pipeline stage. 2 or more interleaves them: less idle time, more communication."""
+    pipeline_layout: tuple[int, ...] | None = None
+    """Layers of each model chunk, in the order in which a token passes through them: [3, 4, 2], or as in Megatron
+    `Et*3|t*4|ttL`. 0 leaves the embedding or the output layer alone. null: as even as possible, ends with fewer."""
     context: int = Field(default=1, ge=1)
     """GPUs that share the tokens of each sequence. For long responses."""
     expert: int = Field(default=1, ge=1)
@@ -28,6 +35,11 @@ class ParallelConfig(Section):
     """Number of trainer processes (GPUs) that the file is made for. --dry-run and plan_run use it, and torchrun must
     start as many; null: any."""
 
+    @field_validator("pipeline_layout", mode="before")
+    @classmethod
+    def _read_layout(cls, given: Any) -> Any:
+        return _chunk_sizes(given) if isinstance(given, str) else given
+
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
         if self.sequence and self.tensor == 1:
@@ -36,6 +48,13 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"parallel.virtual_pipeline={self.virtual_pipeline} interleaves chunks of pipeline stages; it needs "
                 f"parallel.pipeline >= 2, or must be 1"
+            )
+        sizes = self.pipeline_layout
+        if sizes is not None and (len(sizes) != self.num_chunks or min(sizes) < 0 or 0 in sizes[1:-1]):
+            raise ValueError(
+                f"parallel.pipeline_layout={list(sizes)} must have the layers of parallel.pipeline={self.pipeline} x "
+                f"parallel.virtual_pipeline={self.virtual_pipeline} = {self.num_chunks} chunks, at least 1 in each "
+                f"but the first and the last; correct one of the three"
             )
         if self.expert_tensor > 1 and self.expert_tensor != self.tensor:
             raise ValueError(f"parallel.expert_tensor={self.expert_tensor} must be 1 or parallel.tensor={self.tensor}")
@@ -65,6 +84,22 @@ class ParallelConfig(Section):
         return world_size // replica
 
     @property
+    def num_chunks(self) -> int:
+        """Model chunks of all stages together."""
+        return self.pipeline * self.virtual_pipeline
+
+    def chunk_layers(self, num_layers: int) -> list[range]:
+        """The layers of each model chunk of a model, in the order in which a token passes through them; chunk c is on
+        stage c % pipeline. Where `pipeline_layout` does not say, those that are left over go to the chunks between,
+        then to the first: the last has the output layer."""
+        sizes = self.pipeline_layout
+        if sizes is None:
+            size, rest = divmod(num_layers, self.num_chunks)
+            larger = [*range(1, self.num_chunks - 1), 0][:rest]
+            sizes = tuple(size + (chunk in larger) for chunk in range(self.num_chunks))
+        return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+    @property
     def segment_multiple(self) -> int:
         """Packed sequences are padded to a multiple of this: context parallelism cuts each into 2 x context pieces."""
         return 2 * self.context if self.context > 1 else 1
@@ -73,3 +108,16 @@ class ParallelConfig(Section):
     def micro_batch_multiple(self) -> int:
         """Number of micro-batches per process must be a multiple of this: interleaved stages work in full rounds."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
+
+
+def _chunk_sizes(text: str) -> list[int]:
+    """Layers of each chunk of Megatron's `pipeline_model_parallel_layout`, such as `Et*3|(tt|)*4L`."""
+    unrolled = re.sub(r"[,\s]", "", text)
+    for repeated in (r"\(([^()]*)\)\*(\d{1,3})", r"([^*])\*(\d{1,3})"):
+        unrolled = re.sub(repeated, lambda found: found[1] * int(found[2]), unrolled)
+    if not re.fullmatch(r"Et*(\|t*)*L", unrolled):
+        raise ValueError(
+            f"parallel.pipeline_layout={text!r} is not a layout; give E for the embedding, t for each layer, | between "
+            f"chunks and L for the output layer, such as Et*3|t*4|ttL, or a list of layers such as [3, 4, 2]"
+        )
+    return [chunk.count("t") for chunk in unrolled.split("|")]

@@ -258,7 +258,7 @@ def _places(checkpoint: Checkpoint, parallel: ParallelConfig) -> Iterator[tuple[
     """Every parameter, and the file of each of its tensor-parallel shards. Files are numbered by pipeline stage and
     tensor-parallel rank; files of expert-parallel parameters follow."""
     checkpoint.arch.check_layout(parallel)
-    layout = ChunkLayout(checkpoint.family, checkpoint.arch, parallel.pipeline, parallel.virtual_pipeline)
+    layout = ChunkLayout(checkpoint.family, checkpoint.arch, parallel)
     num_dense = parallel.pipeline * parallel.tensor
     for chunk in range(layout.num_chunks):
         stage = chunk % parallel.pipeline

@@ -72,7 +72,7 @@ class MegatronModel:
         self.processes = processes
         self.parallel = parallel
         self.config = transformer_config(arch, model, parallel, compute)
-        self.layout = ChunkLayout(stored.family, arch, parallel.pipeline, parallel.virtual_pipeline)
+        self.layout = ChunkLayout(stored.family, arch, parallel)
         self._plan_attention = not uses_transformer_engine(model)
         self._fp8_multiple = _FP8_TOKEN_MULTIPLE[compute.fp8.scaling]
         self.chunks: list[Any] = build_chunks(arch, self.config, model, make_stage)

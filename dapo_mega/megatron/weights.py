@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from dapo_mega.config import ParallelConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.core.groups import expert_tensor_group
 from dapo_mega.megatron.core.layers import is_fp8
@@ -29,19 +30,21 @@ class ChunkLayout:
 
     family: ModelFamily
     arch: Architecture
-    pipeline_size: int
-    chunks_per_stage: int = 1
+    parallel: ParallelConfig
+
+    @property
+    def pipeline_size(self) -> int:
+        return self.parallel.pipeline
 
     @property
     def num_chunks(self) -> int:
-        return self.pipeline_size * self.chunks_per_stage
+        return self.parallel.num_chunks
 
     def chunks_of(self, stage: int) -> range:
         return range(stage, self.num_chunks, self.pipeline_size)
 
     def layers(self, chunk: int) -> range:
-        per_chunk = self.arch.num_layers // self.num_chunks
-        return range(chunk * per_chunk, (chunk + 1) * per_chunk)
+        return self.parallel.chunk_layers(self.arch.num_layers)[chunk]
 
     def tensors(self, chunk: int) -> Iterator[PlacedTensor]:
         return self.family.tensors(self.arch, self.layers(chunk), chunk == 0, chunk == self.num_chunks - 1)

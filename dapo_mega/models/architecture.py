@@ -284,14 +284,17 @@ class Architecture:
                 )
         if reason := self._key_head_misfit(parallel.tensor):
             raise InputError(f"parallel.tensor={parallel.tensor} {reason}; choose one of {self._tensor_sizes}")
-        chunks = parallel.pipeline * parallel.virtual_pipeline
-        if self.num_layers % chunks:
-            factors = f"parallel.pipeline={parallel.pipeline}"
-            if parallel.virtual_pipeline > 1:
-                factors += f" x parallel.virtual_pipeline={parallel.virtual_pipeline} = {chunks}"
+        if self.num_layers < parallel.num_chunks and parallel.pipeline_layout is None:
             raise InputError(
-                f"{factors} does not divide the model's num_hidden_layers={self.num_layers}; "
-                f"choose one of {divisors(self.num_layers)}"
+                f"parallel.pipeline={parallel.pipeline} x parallel.virtual_pipeline={parallel.virtual_pipeline} = "
+                f"{parallel.num_chunks} chunks are more than the model's num_hidden_layers={self.num_layers}; choose "
+                f"fewer, or give parallel.pipeline_layout with 0 layers beside the embedding or the output layer"
+            )
+        if (given := sum(map(len, parallel.chunk_layers(self.num_layers)))) != self.num_layers:
+            even = parallel.model_copy(update={"pipeline_layout": None}).chunk_layers(self.num_layers)
+            raise InputError(
+                f"parallel.pipeline_layout={list(parallel.pipeline_layout or ())} has {given} layers, the model has "
+                f"num_hidden_layers={self.num_layers}; give for example {list(map(len, even))}"
             )
         self._check_experts(parallel)
         self._check_delta(parallel)

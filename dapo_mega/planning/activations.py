@@ -111,19 +111,21 @@ class ActivationModel:
 
     def chunk(self, chunk: Chunk) -> float:
         """Bytes kept of one micro-batch by one chunk."""
-        total = self.after_layers(chunk) + self._attention_plan()
+        total = self.after_layers(chunk) + (self._attention_plan() if chunk.layers else 0.0)
         if chunk.is_first:  # The embedding's indices, and which of them are another process's.
             total += self.tokens * (_INDEX + (self.placement.parallel.tensor > 1))
         if self.compute.recompute == "full":
-            return total + self.hidden * -(-chunk.num_layers // self.compute.recompute_layers)
+            return total + self.hidden * -(-len(chunk.layers) // self.compute.recompute_layers)
         return total + sum(self.kept_layer(layer).total for layer in chunk.layers)
 
     def recomputed_peak(self, chunk: Chunk) -> float:
         """Extra bytes that recomputing needs in the backward pass of `chunk`, above those held before it."""
+        if not chunk.layers:
+            return 0.0
         head = self.after_layers(chunk)
         if self.compute.recompute == "full":
             size = self.compute.recompute_layers
-            groups = [chunk.layers[start : start + size] for start in range(0, chunk.num_layers, size)]
+            groups = [chunk.layers[start : start + size] for start in range(0, len(chunk.layers), size)]
             group = max(sum(self.whole_layer(layer).total for layer in layers) for layers in groups)
             # The first norm keeps the hidden states that the group was given.
             return max(0.0, group - self.hidden - head)

@@ -91,14 +91,14 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     passes = forward + backward + repeated
     tokens = workload.responses_per_step * workload.mean_length / placement.data_size / parallel.context
     shared = tokens / placement.sequence_size
-    layers = arch.num_layers / parallel.pipeline
+    layers = max(map(len, placement.stage_layers))
     hidden = tokens * arch.hidden_size * element
     ring = (parallel.tensor - 1) / parallel.tensor
     # An all-reduce, or a gathering and a scattering, around attention and MLP or shared expert; sequence parallelism
     # gathers the inputs once more for the weights' gradients. Embedding and output layer have one each; a critic's
     # output layer has none.
     experts = arch.experts
-    with_experts = sum(map(arch.has_experts, range(arch.num_layers))) / parallel.pipeline
+    with_experts = max(sum(map(arch.has_experts, layers)) for layers in placement.stage_layers)
     has_shared = experts is not None and experts.shared_ffn_hidden_size is not None
     blocks = 2 * layers - (0 if has_shared else with_experts)
     tensor = (passes * blocks + forward + config.batch.epochs) * 2 * hidden * ring

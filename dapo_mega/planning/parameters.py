@@ -55,7 +55,7 @@ def num_active_parameters(arch: Architecture) -> int:
 @cache
 def _whole_model(arch: Architecture) -> tuple[int, int]:
     """Weights outside experts, and of all experts together."""
-    whole, chunk = RankLayout(arch, ParallelConfig(), 1), Chunk(0, arch.num_layers, is_first=True, is_last=True)
+    whole, chunk = RankLayout(arch, ParallelConfig(), 1), Chunk(range(arch.num_layers), True, True)
     return sum(dense_numels(whole, chunk)), sum(expert_numels(whole, chunk))
 
 
@@ -90,7 +90,7 @@ def stage_buffers(
 
 def num_trained_parameters(arch: Architecture, lora: LoraConfig) -> int:
     """Elements of A and B of the whole model."""
-    whole, chunk = RankLayout(arch, ParallelConfig(), 1), Chunk(0, arch.num_layers, is_first=True, is_last=True)
+    whole, chunk = RankLayout(arch, ParallelConfig(), 1), Chunk(range(arch.num_layers), True, True)
     return sum(map(sum, adapter_numels(whole, chunk, lora)))
 
 
@@ -235,7 +235,7 @@ def expert_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
 
 def linear_elements(placement: RankLayout, layer: int) -> int:
     """Elements of the weights of a transformer layer's linear layers, which FP8 applies to."""
-    arch, chunk = placement.arch, Chunk(layer, 1, is_first=False, is_last=False)
+    arch, chunk = placement.arch, Chunk(range(layer, layer + 1), is_first=False, is_last=False)
     vectors = 2 * arch.hidden_size
     if arch.has_delta(layer):
         vectors += sum(_delta_vectors(placement))

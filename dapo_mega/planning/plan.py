@@ -12,6 +12,7 @@ from dapo_mega.models.families import find_family, read_architecture
 from dapo_mega.models.peft_adapters import check_lora
 from dapo_mega.models.stored_model import critic_architecture
 from dapo_mega.planning.parameters import DTYPE_BYTES, num_active_parameters, num_parameters, num_trained_parameters
+from dapo_mega.planning.rank_layout import RankLayout
 
 
 def describe_run(config: RunConfig, world_size: int) -> list[str]:
@@ -78,10 +79,12 @@ def _describe_model(
                 f"{length_keys} = {longest} exceeds the model's max_position_embeddings={arch.max_positions}; shorten "
                 f"one of them"
             )
+        sizes = list(map(len, RankLayout(arch, parallel, world_size).stage_layers))
+        per_stage = sizes[0] if len(set(sizes)) == 1 else ", ".join(map(str, sizes))
         lines.append(
             f"model: {arch.model_type}, {num_parameters(arch) / 1e6:,.1f} M parameters"
             + (f" ({num_active_parameters(arch) / 1e6:,.1f} M per token)" if arch.experts else "")
-            + f", {arch.num_layers} layers ({arch.num_layers // parallel.pipeline} per stage), "
+            + f", {arch.num_layers} layers ({per_stage} per stage), "
             f"hidden {arch.hidden_size}, "
             f"vocabulary {arch.vocab_size} (padded to {arch.padded_vocab_size(parallel.tensor)})"
         )

@@ -106,5 +106,5 @@ def _settings(config: RunConfig) -> dict[str, object]:
 
 def override(key: str, value: object) -> str:
     """`key=value` of a command line."""
-    text = f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+    text = f"[{','.join(value)}]" if isinstance(value, tuple) else "null" if value is None else str(value).lower()
     return f"{key}={text}"

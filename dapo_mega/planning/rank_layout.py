@@ -16,14 +16,9 @@ if TYPE_CHECKING:
 class Chunk:
     """One model chunk: consecutive layers, with the embedding in front and the output layer behind where they are."""
 
-    first_layer: int
-    num_layers: int
+    layers: range
     is_first: bool
     is_last: bool
-
-    @property
-    def layers(self) -> range:
-        return range(self.first_layer, self.first_layer + self.num_layers)
 
 
 @dataclass(frozen=True)
@@ -98,11 +93,15 @@ class RankLayout:
 
     def chunks(self, stage: int) -> list[Chunk]:
         """The model chunks of a pipeline stage, in the order of their layers."""
-        pipeline, virtual = self.parallel.pipeline, self.parallel.virtual_pipeline
-        size = self.arch.num_layers // (pipeline * virtual)
-        numbers = [chunk * pipeline + stage for chunk in range(virtual)]
-        last = pipeline * virtual - 1
-        return [Chunk(number * size, size, number == 0, number == last) for number in numbers]
+        layers, last = self.parallel.chunk_layers(self.arch.num_layers), self.parallel.num_chunks - 1
+        numbers = range(stage, self.parallel.num_chunks, self.parallel.pipeline)
+        return [Chunk(layers[number], number == 0, number == last) for number in numbers]
+
+    @property
+    def stage_layers(self) -> list[list[int]]:
+        """The layers of each pipeline stage."""
+        stages = map(self.chunks, range(self.parallel.pipeline))
+        return [[layer for chunk in chunks for layer in chunk.layers] for chunks in stages]
 
     def held_forwards(self, stage: int, num_micro_batches: int) -> Iterator[list[int]]:
         """For every moment at which a stage has just finished a forward pass: how many forward passes of each of its

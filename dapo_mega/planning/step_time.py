@@ -207,16 +207,16 @@ def most_useful_engines(workload: Workload, rows: int) -> int:
 
 
 def _slowest_stage(workload: Workload, machine: Machine, layer_passes: float, head_passes: float) -> float:
-    """Seconds of a step's tokens on the last stage, which also has the output layer."""
+    """Seconds of a step's tokens on the stage with the most to do; the last has the output layer too."""
     placement = workload.placement
     parallel = placement.parallel
     tokens = workload.responses_per_step * workload.mean_length / placement.data_size
     linear, attention = layer_flops(placement, workload.mean_length)
-    flops = tokens * placement.arch.num_layers / parallel.pipeline * (linear + attention) * layer_passes
+    stages = [tokens * len(layers) * (linear + attention) * layer_passes for layers in placement.stage_layers]
     responses = workload.responses_per_step * workload.mean_response / placement.data_size
     scored = responses if workload.config.compute.fused_output_layer else tokens
-    flops += scored * 2 * placement.arch.vocab_size * placement.arch.hidden_size * head_passes
-    return flops / (parallel.tensor * parallel.context) / (machine.flops * machine.flops_share)
+    stages[-1] += scored * 2 * placement.arch.vocab_size * placement.arch.hidden_size * head_passes
+    return max(stages) / (parallel.tensor * parallel.context) / (machine.flops * machine.flops_share)
 
 
 def _recomputed_share(workload: Workload) -> float:

@@ -23,12 +23,12 @@ VPP = {"pipeline": 2, "virtual_pipeline": 2}
 CASES = {
     "qwen2": (TP4, TP2, [TP4]),
     "qwen3": ({}, TP4, [{"pipeline": 2}]),
-    "qwen2, tied": (TP2, VPP, [{**TP2, "pipeline": 2}, VPP]),
+    "qwen2, tied": (TP2, VPP, [{**TP2, "pipeline": 2}, {**VPP, "pipeline_layout": [0, 3, 1, 0]}]),
     "llama, all biases, tied": ({"pipeline": 2}, TP2, [{}, TP2]),
     "qwen3_moe": ({"expert": 2}, VPP, [{**TP2, "expert_tensor": 2}, {"expert": 2}]),
-    "qwen2_moe": (VPP, {**TP2, "expert": 2}, [{"expert": 4}]),
+    "qwen2_moe": ({**VPP, "pipeline_layout": [1, 2, 1, 0]}, {**TP2, "expert": 2}, [{"expert": 4}]),
     "gpt_oss": ({**TP2, "expert": 2}, {"pipeline": 2}, [{**TP2, "pipeline": 2, "expert": 2}, {"expert": 2}]),
-    "deepseek_v3": ({**TP2, "expert": 2}, {"expert": 4}, [{**TP2, "pipeline": 2, "expert": 2}, VPP]),
+    "deepseek_v3": ({"pipeline": 3}, {"expert": 4}, [{**TP2, "pipeline": 2, "expert": 2}, VPP]),
 }
 if has_delta():
     CASES["qwen3_5, tied"] = (TP2, VPP, [{**TP2, "pipeline": 2}, {"context": 2}])

@@ -25,7 +25,7 @@ DENSE = {
     2: {
         "tp2": {"parallel": {"tensor": 2}},
         "tp2_sp_recompute": {"parallel": SP, "compute": FULL},
-        "vpp2x2": {"parallel": VPP, "save_after": 2},
+        "vpp2x2": {"parallel": {**VPP, "pipeline_layout": [0, 3, 1, 0]}, "save_after": 2},
         "cp2": {"parallel": {"context": 2}},
         "dp2_overlap": {"compute": OVERLAP},
         "tp2_sp_from_vpp2x2": {"parallel": SP, "resume": "vpp2x2", "save_after": 3},

@@ -12,6 +12,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TP2 = {"tensor": 2, "sequence": True}
 VPP = {"pipeline": 2, "virtual_pipeline": 2}
+EMBEDDING_ALONE = {"pipeline": 2, "pipeline_layout": [0, 4]}
+ENDS_ALONE = {**VPP, "pipeline_layout": [0, 3, 1, 0]}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SELECTIVE = {"recompute": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]}
 SIGMOID = {"experts": "sigmoid", "compute": {"moe": {"router_bias_update_rate": 0.01}}}
@@ -35,6 +37,13 @@ DENSE = {
         "tp2_sp_recompute": {"parallel": TP2, "compute": SELECTIVE},
         "pp2": {"parallel": {"pipeline": 2}},
         "vpp2x2": {"parallel": VPP, "save_after": 2},
+        "pp2_embedding_alone": {"parallel": EMBEDDING_ALONE, "save_after": 1},
+        "vpp2x2_ends_alone": {"parallel": ENDS_ALONE},
+        "pp2_uneven_from_embedding_alone": {
+            "parallel": {"pipeline": 2, "pipeline_layout": "Et*3|tL"},
+            "compute": {"recompute": "full", "recompute_layers": 2},
+            "resume": "pp2_embedding_alone",
+        },
         "cp2": {"parallel": {"context": 2}},
         "cp2_overlap_from_vpp2x2": {
             "parallel": {"context": 2},
@@ -53,6 +62,10 @@ DENSE = {
         "tp2_pp2_dp2_from_vpp2x2": {"parallel": {**TP2, "pipeline": 2}, "resume": "vpp2x2"},
         "tp2_pp2_dp2": {"parallel": {**TP2, "pipeline": 2}},
         "tp2_vpp2x2_dp2_overlap_recompute": {"parallel": {**TP2, **VPP}, "compute": {**OVERLAP, "recompute": "full"}},
+        "tp2_pp4_uneven_from_embedding_alone": {
+            "parallel": {**TP2, "pipeline": 4, "pipeline_layout": [0, 2, 1, 1]},
+            "resume": "pp2_embedding_alone",
+        },
         "tp2_pp2_cp2": {"parallel": {**TP2, "pipeline": 2, "context": 2}},
         # Two key heads, each shared by two processes.
         "tp4_cp2_from_vpp2x2": {"parallel": {"tensor": 4, "sequence": True, "context": 2}, "resume": "vpp2x2"},
@@ -78,6 +91,7 @@ EXPERTS = {
         "tp4_ep4": {"parallel": {"tensor": 4, "sequence": True, "expert": 4}},
         "tp2_ep4_from_ep2": {"parallel": {**TP2, "expert": 4}, "resume": "ep2"},
         "vpp2x2_ep2": {"parallel": {**VPP, "expert": 2}},
+        "vpp2x2_ep2_ends_alone_from_ep2": {"parallel": {**ENDS_ALONE, "expert": 2}, "resume": "ep2"},
     },
 }
 

@@ -69,6 +69,7 @@ TWO_PROCESSES = {
     "sequence_unfused": ("narrow", "fp32", {"tensor": 2, "sequence": True}, {**UNFUSED, **ALL_DENSE}),
     "pipeline": ("wide", "bf16", {"pipeline": 2}, {}),
     "pipeline_tied_recomputed": ("narrow", "bf16", {"pipeline": 2}, FULL),
+    "interleaved_uneven": ("wide", "fp32", {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": [0, 3, 1, 0]}, {}),
     "interleaved": ("wide", "fp32", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "interleaved_recomputed": ("narrow", "bf16", {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "selective"}),
     "context": ("wide", "bf16", {"context": 2}, {}),

@@ -111,7 +111,9 @@ ELSEWHERE = {
     "lora.send": "integration/test_lora_engines.py::test_an_engine_with_adapters_computes_what_the_trainer_does",
     "optimizer.max_skipped_updates": "integration/test_config_keys.py::assert_changes_of_the_optimizer_take_effect",
     **dict.fromkeys(("parallel.tensor", "parallel.pipeline", "parallel.context"), LAYOUTS),
-    **dict.fromkeys(("parallel.sequence", "parallel.virtual_pipeline"), PARITY.format("dense_model")),
+    **dict.fromkeys(
+        ("parallel.sequence", "parallel.virtual_pipeline", "parallel.pipeline_layout"), PARITY.format("dense_model")
+    ),
     "parallel.expert": PARITY.format("mixture_of_experts"),
     "parallel.expert_tensor": "distributed/test_parallel_parity.py::"
     "test_latent_attention_with_routing_biases_learns_the_same",

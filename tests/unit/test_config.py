@@ -41,6 +41,13 @@ def file(tmp_path):
         ("parallel.virtual_pipeline=2", "it needs parallel.pipeline >= 2, or must be 1"),
         ("parallel={tensor: 4, expert_tensor: 2}", "parallel.expert_tensor=2 must be 1 or parallel.tensor=4"),
         ("parallel={context: 3, world_size: 8}", "x context 3 = 3; start 6 or 9 processes"),
+        (
+            "parallel={pipeline: 2, pipeline_layout: [1, 2, 1]}",
+            "=[1, 2, 1] must have the layers of parallel.pipeline=2 x",
+        ),
+        ("parallel={pipeline: 3, pipeline_layout: [1, 0, 2]}", "at least 1 in each but the first and the last"),
+        ("parallel={pipeline: 2, pipeline_layout: Ett|m|L}", "='Ett|m|L' is not a layout; give E for the embedding"),
+        ("parallel={pipeline: 2, pipeline_layout: [-1, 3]}", "=[-1, 3] must have the layers of"),
         ("parallel={expert: 3, world_size: 8}", "choose expert sizes from [1, 2, 4, 8]"),
         ("compute.fp8.scaling=mxfp8", "compute.fp8.scaling='mxfp8'"),
         ("compute.fp8.params=true", "need compute.fp8.scaling to be delayed, tensorwise or blockwise"),
@@ -414,7 +421,8 @@ def test_the_datasets_of_a_mixture_are_overridden_by_name(file, tmp_path):
 
 
 def test_a_resolved_configuration_reads_back_equal(file, tmp_path):
-    run = load_config(RunConfig, file, ["algorithm.preset=grpo"])
+    run = load_config(RunConfig, file, ["algorithm.preset=grpo", "parallel={pipeline: 2, pipeline_layout: Et*3|tL}"])
+    assert run.parallel.pipeline_layout == (3, 1)
     copy = tmp_path / "copy.yaml"
     copy.write_text(dump_config(run))
     assert load_config(RunConfig, copy) == run

@@ -23,6 +23,7 @@ from dapo_mega.megatron.core.layers import block_spec, uses_transformer_engine
 from dapo_mega.megatron.core.packed_attention import PackedSegments
 from dapo_mega.megatron.core.repairs.parameter_marks import correct_marks
 from dapo_mega.megatron.core.repairs.until_0_16.latent_attention import count_down_projections_once
+from dapo_mega.megatron.core.repairs.until_0_16.recompute import end_groups_with_the_last_layer
 from dapo_mega.megatron.core.routing import keep_router_biases_in_float32
 from dapo_mega.megatron.core.settings import TransformerConfig
 from dapo_mega.models import Architecture
@@ -101,6 +102,7 @@ def build_chunks(
         correct_marks(stage)
         keep_router_biases_in_float32(stage)
         count_down_projections_once(stage)
+        end_groups_with_the_last_layer(stage)
     return chunks
 
 

@@ -74,7 +74,7 @@ def transformer_config(
         # initialisation, and the gradient norm needs the marks.
         perform_initialization=True,
         deterministic_mode=compute.deterministic,
-        **_layout_settings(parallel),
+        **_layout_settings(parallel, arch.num_layers),
         **_device_settings(arch, model),
         **_expert_settings(arch, model, compute),
         **_latent_attention_settings(arch),
@@ -90,12 +90,16 @@ def transformer_config(
     return config
 
 
-def _layout_settings(parallel: ParallelConfig) -> dict[str, Any]:
+def _layout_settings(parallel: ParallelConfig, num_layers: int) -> dict[str, Any]:
     interleaved = parallel.virtual_pipeline > 1
+    chunks = [["decoder"] * len(layers) for layers in parallel.chunk_layers(num_layers)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        "pipeline_model_parallel_layout": chunks if parallel.pipeline > 1 else None,
         "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,

@@ -126,8 +126,12 @@ EXPERTS = Experts(number=6, per_token=2, ffn_hidden_size=5, normalised=True)
     ("layout", "experts", "message"),
     [
         ({"tensor": 3}, None, r"parallel.tensor=3 does not divide.*num_attention_heads=4; choose one of \[1, 2, 4\]"),
-        ({"pipeline": 3}, None, r"parallel.pipeline=3 does not divide.*choose one of \[1, 2, 4\]"),
-        ({"pipeline": 2, "virtual_pipeline": 3}, None, r"virtual_pipeline=3 = 6 does not divide.*num_hidden_layers=4"),
+        ({"pipeline": 2, "virtual_pipeline": 3}, None, r"virtual_pipeline=3 = 6 chunks are more.*num_hidden_layers=4"),
+        (
+            {"pipeline": 3, "pipeline_layout": "Et|tt|L"},
+            None,
+            r"=\[1, 2, 0\] has 3 layers.*give for example \[1, 2, 1\]",
+        ),
         ({"expert": 2}, None, r"parallel.expert=2 .* need a mixture-of-experts model"),
         ({"expert": 4}, EXPERTS, r"parallel.expert=4 does not divide.*experts 6; choose one of \[1, 2, 3, 6\]"),
         (

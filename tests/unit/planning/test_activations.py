@@ -12,7 +12,7 @@ from dapo_mega.planning.rank_layout import Chunk, RankLayout
 from .models import dense, latent, mixture, shared
 
 BF16, FP32 = ModelConfig(path="m", dtype="bf16"), ModelConfig(path="m", dtype="fp32")
-MIDDLE = Chunk(1, 2, False, False)
+MIDDLE = Chunk(range(1, 3), False, False)
 
 
 def kept(kind, *, arch=None, model=BF16, compute=None, world_size=8, lengths=(64,), **parallel):

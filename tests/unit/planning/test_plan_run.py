@@ -155,8 +155,8 @@ def test_a_critic_must_fit_the_policy(tool, capsys, small, tmp_path):
     (critic / "critic_config.json").write_text(json.dumps(config))  # A run's checkpoint: config.json is its policy's.
     tool.main(options)
     (critic / "critic_config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(InputError, match=r"parallel\.pipeline=2 does not divide.*num_hidden_layers=3"):
-        tool.main([*options, "parallel.pipeline=2", "parallel.world_size=2"])
+    with pytest.raises(InputError, match=r"parallel\.pipeline=4 .* are more than the model's num_hidden_layers=3"):
+        tool.main([*options, "parallel.pipeline=4", "parallel.world_size=4"])
 
 
 def load_architecture_of(file):

@@ -38,12 +38,30 @@ def test_after_the_warm_up_every_forward_pass_is_followed_by_one_backward_pass()
 
 def test_chunks_cover_every_layer_once_and_ends_are_first_and_last():
     layout = placement(8, pipeline=2, virtual_pipeline=2)
-    chunks = sorted((c for stage in range(2) for c in layout.chunks(stage)), key=lambda c: c.first_layer)
-    assert [(c.first_layer, c.num_layers) for c in chunks] == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    chunks = sorted((c for stage in range(2) for c in layout.chunks(stage)), key=lambda c: c.layers.start)
+    assert [c.layers for c in chunks] == [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]
     assert [c.is_first for c in chunks] == [True, False, False, False]
     assert [c.is_last for c in chunks] == [False, False, False, True]
     assert layout.chunks(0)[0] == chunks[0]
     assert layout.chunks(1)[1] == chunks[3]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "parallel", "sizes"),
+    [
+        (61, {"pipeline": 4}, [15, 16, 15, 15]),
+        (94, {"pipeline": 4}, [23, 24, 24, 23]),
+        (27, {"pipeline": 4}, [7, 7, 7, 6]),
+        (3, {"pipeline": 2}, [2, 1]),
+        (8, {"pipeline": 2, "virtual_pipeline": 3}, [1, 2, 2, 1, 1, 1]),
+        (9, {"pipeline": 3, "pipeline_layout": "Et*3|t*4|ttL"}, [3, 4, 2]),
+        (6, {"pipeline": 3, "virtual_pipeline": 2, "pipeline_layout": "E|(tt|)*2,(t|)*2 L"}, [0, 2, 2, 1, 1, 0]),
+    ],
+)
+def test_layers_are_spread_as_evenly_as_they_can_be_or_as_the_layout_says(num_layers, parallel, sizes):
+    layers = ParallelConfig(**parallel).chunk_layers(num_layers)
+    assert list(map(len, layers)) == sizes
+    assert [layer for chunk in layers for layer in chunk] == list(range(num_layers))
 
 
 def test_bubble_share_is_that_of_the_papers_formula():
