@@ -291,4 +291,7 @@ def _engines(
     def open_transport() -> Transport:
         return make_transport(config, trainer, trainer.open_sender())
 
-    return client, FleetWeightSync(trainer, client, config.weight_sync, open_transport, run, agreement)
+    lends = config.rollout.offload_trainer
+    return client, FleetWeightSync(
+        trainer, client, config.weight_sync, open_transport, run, agreement, lends_memory=lends
+    )

@@ -42,11 +42,15 @@ class FleetWeightSync(WeightSync):
         make_transport: Callable[[], Transport],
         run: str = "",
         agreement: Agreement | None = None,
+        *,
+        lends_memory: bool = False,
     ) -> None:
         """`make_transport` prepares the trainer, too. `run` names this start of the trainer to engines. With
         `agreement`, engines that join or come back are used only after their log-probs have agreed with the
-        trainer's."""
+        trainer's. The trainer `lends_memory` to engines: beside them it has the weights that it sends, and nothing
+        when they generate."""
         self._trainer = trainer
+        self._lends_memory = lends_memory
         self._fleet = fleet
         self._timeout_s = config.timeout_s
         self._make_transport = make_transport
@@ -87,6 +91,8 @@ class FleetWeightSync(WeightSync):
         """Choose the engines, pause their generation, send them the weights, and resume."""
         self._num_updates += 1
         fleet = self._fleet
+        if self._lends_memory:
+            self._trainer.hold("weights")
         targets = tuple(fleet.pause_generation(fleet.targets(only_outdated)))
         outdated = frozenset(target.url for target in targets if target.is_outdated)
         label = str(WeightVersion(self._run, version))
@@ -121,6 +127,10 @@ class FleetWeightSync(WeightSync):
         """Record which engines have the weights, and resume generation; those that joined must agree with the trainer
         first. Returns why the others failed, by URL."""
         joined = [t for t in calls.targets if t.url in update.outdated] if self._agreement else []
+        if joined and self._agreement and (self._expected is None or self._expected[0] != update.version):
+            self._expected = update.version, self._trainer.logprobs(self._agreement.tokens)
+        if self._lends_memory:
+            self._trainer.hold("nothing")
         for target in calls.targets:
             if target not in joined:
                 self._fleet.synced(target.url, update.version)
@@ -129,8 +139,7 @@ class FleetWeightSync(WeightSync):
         self._fleet.resume_generation(update.targets)
         failures = dict(calls.failures)
         if joined and self._agreement:
-            if self._expected is None or self._expected[0] != update.version:
-                self._expected = update.version, self._trainer.logprobs(self._agreement.tokens)
+            assert self._expected
             failures |= self._admit(self._agreement, joined, update, self._expected[1])
         return failures
 
