@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dapo_mega.distributed import accelerator
 from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.core.optimization import gradient_buffers, optimizer_state
 from dapo_mega.megatron.megatron_model import MegatronModel
@@ -35,7 +36,6 @@ class LentMemory:
         self._rest = _Copied((rest[key] for key in rest.keys() - weights.keys()), device)
         buffers = (buffer for model in trained for buffer in gradient_buffers(model.chunks))
         self._gradients = [(buffer, buffer.untyped_storage().nbytes()) for buffer in buffers]
-        self._device = device
 
     @property
     def num_bytes(self) -> int:
@@ -59,8 +59,8 @@ class LentMemory:
                 buffer.untyped_storage().resize_(0)
             if held == "weights":
                 self._weights.begin_to_leave()
-            elif self._device.type == "cuda":
-                torch.cuda.empty_cache()  # For other processes.
+            else:
+                accelerator.free_cached_memory()
             return
         self._rest.come_back()
         for buffer, num_bytes in self._gradients:
@@ -76,7 +76,7 @@ class _Copied:
         self._storages = list(storages)
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._copies: list[Tensor] = []
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = accelerator.stream() if device.type == "cuda" else None
         self._is_copied = False
 
     @property
@@ -106,14 +106,11 @@ class _Copied:
             for storage, size in zip(self._storages, self._sizes, strict=True):
                 storage.resize_(size)
             self._copy(to_host=False)
-            if self._stream:
-                torch.cuda.current_stream().wait_stream(self._stream)
+            accelerator.wait_for(self._stream)
         self._is_copied = False
 
     def _copy(self, *, to_host: bool) -> None:
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with accelerator.beside(self._stream):
             for storage, copy in zip(self._storages, self._copies, strict=True):
                 on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 target, source = (copy, on_device) if to_host else (on_device, copy)
