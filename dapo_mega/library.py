@@ -90,7 +90,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Save the last whole step, also after an error or an interrupt, and close everything."""
-        from dapo_mega.training.loop import give_back, saving
+        from dapo_mega.training.loop import give_back, lend_memory, saving
 
         run, self._run = self._open, None
         with self._closing:
@@ -98,6 +98,7 @@ class Run:
                 give_back(run)
             if run.is_intact:
                 saving(run).last_step(run.step)
+                lend_memory(run)
 
     @property
     def step(self) -> int:

@@ -20,6 +20,9 @@ class RolloutConfig(Section):
     placement: Literal["embedded", "fleet", "colocated"] = "embedded"
     """What generates. embedded: transformers in the trainer's processes, for CPUs and tests; fleet: SGLang engines on
     GPUs or machines of their own; colocated: SGLang engines on the trainer's GPUs, asleep while the policy trains."""
+    offload_trainer: bool = Field(default=False, json_schema_extra=FREE)
+    """Colocated engines: while they generate, weights, gradients and optimizer leave the GPU for host memory and come
+    back as they were. Engines may take the whole GPU then; a step takes longer by the copies."""
     fleet: FleetConfig = Field(default=FleetConfig(), json_schema_extra=FREE)
     dtype: Literal["fp32", "bf16", "fp8", "policy"] = "policy"
     """Number format in which engines compute; policy: model.dtype. An engine with another one is refused."""
@@ -77,6 +80,11 @@ class RolloutConfig(Section):
 def check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> None:
     """Raises ValueError for fleet settings that contradict the placement."""
     fleet = rollout.fleet
+    if rollout.offload_trainer and rollout.placement != "colocated":
+        raise ValueError(
+            f"rollout.offload_trainer=true lends the trainer's memory to engines on the same GPUs, but "
+            f"rollout.placement={rollout.placement} has none; leave it out, or set rollout.placement=colocated"
+        )
     if rollout.placement == "embedded":
         given = [
             name

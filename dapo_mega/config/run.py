@@ -72,6 +72,11 @@ class RunConfig(TrainingConfig):
         self._check_reward()
         self._check_algorithm()
         check_placement(self.rollout, self.weight_sync)
+        if self.rollout.offload_trainer and self.compute.fp8.params:
+            raise ValueError(
+                "rollout.offload_trainer=true cannot lend weights that are kept in FP8; set compute.fp8.params=false, "
+                "or leave it out"
+            )
         check_beside_training(self.evaluation, self.rollout)
         way = (self.rollout.placement, self.engine_dtype, self.sync_transport)
         if self.weight_sync.full_every > 1 and way != ("fleet", "bf16", "distributed"):

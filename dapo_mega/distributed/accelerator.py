@@ -6,6 +6,9 @@ one.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 
@@ -23,6 +26,32 @@ def select(local_rank: int) -> None:
     """Make the GPU with this number the current one of this thread; does nothing without GPUs."""
     if has_gpu():
         torch.cuda.set_device(local_rank)
+
+
+def free_cached_memory() -> None:
+    """Give what torch keeps of freed memory to other processes."""
+    if has_gpu():
+        torch.cuda.empty_cache()
+
+
+def stream() -> torch.cuda.Stream:
+    """A stream beside the one that computes. Call it only with a GPU."""
+    return torch.cuda.Stream()
+
+
+@contextlib.contextmanager
+def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is started in this block runs on the stream, after what is started already. None: as ever."""
+    if stream:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+
+
+def wait_for(stream: torch.cuda.Stream | None) -> None:
+    """What is started from now on begins after what is on the stream."""
+    if stream:
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def cuda_version() -> tuple[int, int]:

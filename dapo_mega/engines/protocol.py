@@ -86,6 +86,10 @@ class RolloutFleet(RolloutEngine):
         trainer cannot do that."""
         raise NotImplementedError
 
+    def is_serving(self) -> bool:
+        """Whether any engine that can leave has the current weights."""
+        return False
+
     def sleep(self) -> None:
         """Free the GPU memory that colocated engines share with the policy."""
 

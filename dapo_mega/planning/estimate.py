@@ -103,7 +103,8 @@ def _engine_memory(workload: Workload, assumptions: Assumptions) -> float:
         case "fleet":
             return ENGINE_SHARE * memory
         case "colocated":
-            stages = range(workload.placement.parallel.pipeline)
-            resident = max(sum(trainer_memory(workload, stage).values()) for stage in stages) + ASLEEP_BYTES
-            return max(0.0, memory - assumptions.reserved_bytes - resident)
+            held = [trainer_memory(workload, stage) for stage in range(workload.placement.parallel.pipeline)]
+            lends = workload.config.rollout.offload_trainer
+            resident = max(parts.get("FP8 weights", 0.0) if lends else sum(parts.values()) for parts in held)
+            return max(0.0, memory - assumptions.reserved_bytes - resident - ASLEEP_BYTES)
     return 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dapo_mega.config import ComputeConfig, RunConfig
@@ -50,15 +50,17 @@ class EngineLayout:
 @dataclass(frozen=True)
 class StageMemory:
     """Parts, in bytes, of the rank of a stage with the most memory; parts in `either` are never held at the same
-    time."""
+    time. `lent` are held one at a time in place of all these, while the trainer's memory is lent to engines."""
 
     stage: int
     always: Mapping[str, float]
     either: Mapping[str, float]
+    lent: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
-        return sum(self.always.values()) + max(self.either.values(), default=0.0)
+        training = sum(self.always.values()) + max(self.either.values(), default=0.0)
+        return max(training, *self.lent.values(), 0.0)
 
 
 def engine_of(config: RunConfig, tensor: int, num_gpus: int) -> EngineLayout:
@@ -109,7 +111,17 @@ def stage_memory(workload: Workload, engine: EngineLayout, stage: int) -> StageM
         # Awake beside the policy's weights and optimizer: first its weights and the buckets, then weights and cache.
         del either["weight sync"]
         least = max(buckets, workload.longest * cache_bytes_per_token(placement, engine))
-        either["engine awake, at least"] = engine_weight_bytes(engine, placement.arch) + least
+        weights = engine_weight_bytes(engine, placement.arch)
+        if not config.rollout.offload_trainer:
+            either["engine awake, at least"] = weights + least
+            return StageMemory(stage, always, either)
+        stays = ASLEEP_BYTES + always.get("FP8 weights", 0.0)
+        cache = workload.longest * cache_bytes_per_token(placement, engine)
+        lent = {
+            "weights to engines": stays + always["parameters"] + buckets + weights,
+            "engine awake, at least": stays + weights + cache,
+        }
+        return StageMemory(stage, always, either, lent)
     return StageMemory(stage, always, either)
 
 

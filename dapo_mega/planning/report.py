@@ -32,8 +32,10 @@ _REMEDIES = {
     "activations and working set": "set compute.recompute=full, raise parallel.context or parallel.tensor with "
     "parallel.sequence=true, or lower batch.tokens_per_microbatch (not below the longest sample)",
     "rollout engine": "generate with SGLang engines: rollout.placement=fleet or colocated",
-    "engine awake, at least": "raise --engine-tensor, or keep engines on GPUs of their own: rollout.placement=fleet",
+    "engine awake, at least": "raise --engine-tensor, set rollout.offload_trainer=true, or keep engines on "
+    "GPUs of their own: rollout.placement=fleet",
     "weight sync": "lower weight_sync.bucket_mib",
+    "weights to engines": "raise --engine-tensor, parallel.tensor or parallel.pipeline",
     "KV cache": "lower rollout.max_batch_rows or rollout.max_response_tokens",
     "reference model": "set algorithm.kl.coefficient=0",
     "critic": "raise parallel.tensor or parallel.pipeline, set compute.optimizer_offload, or use an advantage without "
@@ -110,10 +112,10 @@ def _memory_lines(plan: Estimate) -> Iterator[str]:
     kind = layer_kind(config)
     shape = workload.full_micro_batch()
     yield f"memory per GPU in GiB, by pipeline stage ({config.model.dtype}, {kind} layers):"
-    names = list(dict.fromkeys(name for stage in plan.stages for name in (*stage.always, *stage.either)))
+    names = list(dict.fromkeys(n for stage in plan.stages for n in (*stage.always, *stage.either, *stage.lent)))
     yield "  stage" + "".join(f"{name:>{len(name) + 3}}" for name in [*names, "total"])
     for stage in plan.stages:
-        parts = {**stage.always, **stage.either, "total": stage.total}
+        parts = {**stage.always, **stage.either, **stage.lent, "total": stage.total}
         texts = {name: f"{parts[name] / GIB:.2f}" if name in parts else "-" for name in [*names, "total"]}
         yield f"  {stage.stage:5}" + "".join(f"{text:>{len(name) + 3}}" for name, text in texts.items())
     yield from _activation_lines(plan)
@@ -159,7 +161,7 @@ def _verdict(plan: Estimate) -> Iterator[str]:
     if worst.total <= plan.available:
         yield f"  fits: {text}"
         return
-    parts = {**worst.always, **worst.either}
+    parts = worst.lent if worst.total == max(worst.lent.values(), default=0.0) else {**worst.always, **worst.either}
     large = sorted(parts, key=lambda name: -parts[name])[:2]
     yield f"  DOES NOT FIT into {memory / GIB:.0f} GiB: {text}; largest: " + "; ".join(
         f"{name} {parts[name] / GIB:.1f} GiB ({_REMEDIES.get(name, 'lower it')})" for name in large
@@ -215,10 +217,17 @@ def _where(plan: Estimate) -> str:
 def _sharing_lines(plan: Estimate) -> Iterator[str]:
     """The lines on a GPU that engines and policy share."""
     machine, placement = plan.assumptions.machine, plan.workload.placement
+    resident = max(sum(s.always.values()) for s in plan.stages) / GIB
+    asleep = f"{ASLEEP_BYTES / GIB:.0f} GiB assumed for an engine asleep"
     yield (
-        f"  a GPU is shared in turns: the trainer's {max(sum(s.always.values()) for s in plan.stages) / GIB:.1f} GiB "
-        f"(with {ASLEEP_BYTES / GIB:.0f} GiB assumed for an engine asleep) stay, activations and awake engines take "
-        f"turns; start engines with --colocated --memory-fraction "
+        f"  a GPU is shared in turns: the trainer's {resident:.1f} GiB (with {asleep}) "
+        + (
+            f"leave it while engines generate (rollout.offload_trainer), but for {asleep}; while weights are sent, the "
+            f"policy's are beside the engine's; "
+            if plan.workload.config.rollout.offload_trainer
+            else "stay, activations and awake engines take turns; "
+        )
+        + f"start engines with --colocated --memory-fraction "
         f"{int(100 * plan.engine_memory / machine.memory_bytes) / 100:.2f} or less"
     )
     if placement.world_size > machine.gpus_per_node and plan.workload.config.sync_transport == "tensor":

@@ -295,4 +295,13 @@ def _engines(
     def open_transport() -> Transport:
         return make_transport(config, trainer, trainer.open_sender())
 
-    return client, FleetWeightSync(trainer, client, config.weight_sync, open_transport, run, agreement, adapter)
+    return client, FleetWeightSync(
+        trainer,
+        client,
+        config.weight_sync,
+        open_transport,
+        run,
+        agreement,
+        adapter,
+        lends_memory=config.rollout.offload_trainer,
+    )

@@ -137,11 +137,16 @@ def open_records(run: TrainingRun) -> None:
 def complete_step(run: TrainingRun, metrics: Metrics) -> None:
     """After an update: send weights to the engines, evaluate, record the step, export, save a checkpoint.
 
-    Evaluations beside training end before the next one begins, and before the last checkpoint.
+    Evaluations beside training end before the next one begins, and before the last checkpoint. Where engines have the
+    trainer's memory afterwards, exports and checkpoints come first; who continues from such a one does the rest again.
     """
     run.unrecorded, run.is_intact = metrics, True
     if run.step < run.config.num_steps:
         run.check_stop()
+    lends_memory = run.config.rollout.offload_trainer
+    if lends_memory and run.trainer.saved_step != run.step:
+        save(run)
+        run.is_intact = True
     is_due = evaluation_is_due(run.config, run.step)
     if run.config.evaluation.beside_training:
         with run.timers.stage("evaluation"):
@@ -155,6 +160,12 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
     run.unrecorded = None
     if run.config.evaluation.beside_training and run.step >= run.config.num_steps:
         settle_beside(run, wait=True)
+    if not lends_memory:
+        save(run)
+
+
+def save(run: TrainingRun) -> None:
+    """Export and save what is due after the step."""
     run.is_intact = False
     with run.timers.stage("checkpoint"):
         with_trainer(run, lambda: saving(run).after_step(run.step))
@@ -172,6 +183,8 @@ def send_weights(run: TrainingRun) -> Metrics:
 
 def send_weights_to_outdated(run: TrainingRun) -> None:
     """Send the weights to engines that have joined or come back, while the others generate."""
+    if run.config.rollout.offload_trainer and run.fleet.is_serving():
+        return  # There is no room for the weights beside engines that generate.
     with run.activity.span("weights", f"version {run.step}, to engines that joined"):
         with_trainer(run, lambda: run.weight_sync.push_to_outdated(run.step))
 
@@ -180,13 +193,26 @@ def collect(run: TrainingRun) -> tuple[Sequence[Group], Metrics]:
     """The N groups of a step; engines on the trainer's GPUs sleep afterwards."""
     try:
         collected = run.fleet.run(run.collector.collect(run.step))
-        run.fleet.sleep()
+        take_turn(run)
         return collected
     except StarvedError as starved:
         record_starved_step(run)
         if cause := find_starvation_cause(run):
             raise FleetError(cause) from starved
         raise
+
+
+def take_turn(run: TrainingRun) -> None:
+    """Engines on the trainer's GPUs sleep, and the trainer has its memory, until weights are sent."""
+    run.fleet.sleep()
+    if run.config.rollout.offload_trainer:
+        run.trainer.hold("all")
+
+
+def lend_memory(run: TrainingRun) -> None:
+    """Engines on the trainer's GPUs, which wake when the run ends, have its memory from now on."""
+    if run.config.rollout.offload_trainer:
+        run.trainer.hold("nothing")
 
 
 def give_back(run: TrainingRun) -> None:
@@ -199,7 +225,7 @@ def give_back(run: TrainingRun) -> None:
 
 def find_starvation_cause(run: TrainingRun) -> str | None:
     """Score the last responses: an error text if the engines cause the groups without a signal, else None."""
-    run.fleet.sleep()
+    take_turn(run)
     samples = samples_to_score(run.collector.recent, run.step)
     if samples is None:
         return None
@@ -290,6 +316,8 @@ def record_timeline(run: TrainingRun, step: int) -> None:
 
 def saving(run: TrainingRun) -> Saving:
     """What saves the run as it is."""
+    if run.config.rollout.offload_trainer:
+        take_turn(run)
     return Saving(run.config, run.trainer, partial(loop_state, run))
 
 

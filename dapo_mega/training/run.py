@@ -38,7 +38,7 @@ from dapo_mega.training.lifecycle import (
     require_trackers,
     watched,
 )
-from dapo_mega.training.loop import restore, saving, train, with_trainer
+from dapo_mega.training.loop import lend_memory, restore, saving, train, with_trainer
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_lock import is_locked
@@ -176,14 +176,19 @@ def _train_and_export(run: TrainingRun) -> None:
     try:
         train(run)
     except StopRequested:
-        raise saving(run).before_stop(run.step) from None
+        stopped = saving(run).before_stop(run.step)
+        lend_memory(run)
+        raise stopped from None
     except (StarvedError, FleetError, InputError) as error:
         if run.is_intact:
-            raise saving(run).before_error(error, run.step) from error
+            told = saving(run).before_error(error, run.step)
+            lend_memory(run)
+            raise told from error
         if isinstance(error, FleetError):
             run.trainer.finish_saving()
         raise
     with_trainer(run, saving(run).export_last)
+    lend_memory(run)
 
 
 def close(run: TrainingRun) -> None:

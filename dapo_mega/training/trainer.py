@@ -32,6 +32,8 @@ from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import split
 from dapo_mega.errors import StopRequested
 from dapo_mega.megatron.covariance import choose_tokens
+from dapo_mega.megatron.lent_memory import Held, LentMemory
+from dapo_mega.megatron.megatron_model import MegatronModel
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, WithoutAdapters
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenScores, needs_whole_trajectories
@@ -134,6 +136,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         self._counts: StepCounts | None = None
         self._scored: _Scored
         self._trace = _Trace()
+        self._lent: LentMemory | None = None
 
     # ---- models and engines ----
 
@@ -147,6 +150,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         if config.threads_per_process:
             torch.set_num_threads(config.threads_per_process)
         self.policy, self.reference, self.critic = build_models(config, processes)
+        self._lent = None
         if with_engines and config.rollout.placement == "embedded" and processes.is_leader:
             self.engine = EmbeddedEngine(
                 config.model.path,
@@ -205,6 +209,14 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
             return self.engine.generate(split(requests, self.processes.data_size)[self.processes.data_rank])
         except StopRequested:
             return None
+
+    @command
+    def hold(self, held: Held) -> None:
+        """With `rollout.offload_trainer`: what of the models is on the device until the next call."""
+        if self._lent is None:
+            others = [model for model in (self.reference, self.critic) if isinstance(model, MegatronModel)]
+            self._lent = LentMemory(self.policy, others, self.processes.device)
+        self._lent.hold(held)
 
     @command
     def logprobs(self, tokens: TokenIds) -> LogProbs:

@@ -44,12 +44,16 @@ class FleetWeightSync(WeightSync):
         run: str = "",
         agreement: Agreement | None = None,
         adapter: Mapping[str, Any] | None = None,
+        *,
+        lends_memory: bool = False,
     ) -> None:
         """`make_transport` prepares the trainer, too. `run` names this start of the trainer to engines. With
         `agreement`, engines that join or come back are used only after their log-probs have agreed with the
         trainer's. With `adapter`, which is peft's configuration, engines that join or come back get the weights without
-        adapters, and all get adapters."""
+        adapters, and all get adapters. The trainer `lends_memory` to engines: beside them it has the weights that it
+        sends, and nothing when they generate."""
         self._trainer = trainer
+        self._lends_memory = lends_memory
         self._fleet = fleet
         self._timeout_s = config.timeout_s
         self._make_transport = make_transport
@@ -90,6 +94,8 @@ class FleetWeightSync(WeightSync):
     def _push(self, version: int, only_outdated: bool) -> dict[str, float]:
         """Choose the engines, pause their generation, send them the weights, and resume."""
         fleet = self._fleet
+        if self._lends_memory:
+            self._trainer.hold("weights")
         targets = tuple(fleet.pause_generation(fleet.targets(only_outdated)))
         joining = tuple(target for target in targets if target.is_outdated)
         calls = UpdateCalls(fleet, targets, self._timeout_s, self._transport.report_failure)
@@ -143,6 +149,10 @@ class FleetWeightSync(WeightSync):
         """Record which engines have the weights, and resume generation; those that joined must agree with the trainer
         first. Returns why the others failed, by URL."""
         joined = [target for target in calls.targets if target.is_outdated] if self._agreement else []
+        if joined and self._agreement and (self._expected is None or self._expected[0] != version):
+            self._expected = version, self._trainer.logprobs(self._agreement.tokens)
+        if self._lends_memory:
+            self._trainer.hold("nothing")
         for target in calls.targets:
             if target not in joined:
                 self._fleet.synced(target.url, version)
@@ -151,8 +161,7 @@ class FleetWeightSync(WeightSync):
         self._fleet.resume_generation(targets)
         failures = dict(calls.failures)
         if joined and self._agreement:
-            if self._expected is None or self._expected[0] != version:
-                self._expected = version, self._trainer.logprobs(self._agreement.tokens)
+            assert self._expected
             failures |= self._admit(self._agreement, joined, version, self._expected[1])
         return failures
 

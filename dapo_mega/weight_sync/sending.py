@@ -8,6 +8,7 @@ from typing import Any
 
 from dapo_mega.distributed.commands import Commanded, command, gathered
 from dapo_mega.engines.sglang.weight_protocol import PlannedBucket
+from dapo_mega.megatron.lent_memory import Held
 from dapo_mega.types import LogProbs, Selection, TokenIds, WeightSource
 from dapo_mega.weight_sync.broadcast import BroadcastSender
 from dapo_mega.weight_sync.shared_memory import SharedMemorySender
@@ -46,6 +47,10 @@ class WeightCommands(Commanded):
     def _share_weights(self, update: Update | None) -> SharedBucket | None:
         assert isinstance(self.sender, SharedMemorySender)
         return self.sender.share(self.policy, update)
+
+    def hold(self, held: Held) -> None:
+        """With `rollout.offload_trainer`: what of the models is on the device until the next call."""
+        raise NotImplementedError
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face checkpoint. Raises InputError if writing fails."""

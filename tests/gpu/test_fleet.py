@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dapo_mega.training import loop
 from tests.distributed.launching import free_port
 from tests.integration.conftest import SharedEngines
 from tests.integration.fleet_runs import fleet_values, train_to_the_end, training_run_of
@@ -28,9 +29,13 @@ def test_an_engine_on_a_gpu_agrees_with_the_trainer_after_every_update(
             tmp_path,
             SharedEngines(launcher, model, f"127.0.0.1:{free_port()}"),
             model={"dtype": "bf16"},
-            rollout={"placement": placement, "fleet": {"min_engines": 1}},
+            rollout={"placement": placement, "fleet": {"min_engines": 1}, "offload_trainer": placement == "colocated"},
             weight_sync={"transport": transport},
         )
         with training_run_of(values) as pipeline:
             records = train_to_the_end(pipeline)
+            if placement == "colocated":
+                lent = torch.cuda.memory_reserved()
+                loop.take_turn(pipeline)
+                assert torch.cuda.memory_reserved() > lent + pipeline.trainer._lent.num_bytes // 2
     assert max(record.get("rollout/logprob_abs_diff_mean", 0) for record in records) < 0.05

@@ -57,6 +57,7 @@ NOT_READ_BY_A_RUN = {
     "reward.retries": "with reward.function",
     "rollout.engine_tolerance": "with engines of a fleet",
     "rollout.fleet.": "with engines of a fleet",
+    "rollout.offload_trainer": "with colocated engines",
     "controller.host": "with a controller of its own",
     "controller.wait_limit_s": "with a controller of its own",
     "rollout.max_attempts": "with engines of a fleet: the embedded engine does not fail single requests",

@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from dapo_mega.commands import evaluate as evaluate_command
 from dapo_mega.engines.sglang.engine_client import EngineClient
@@ -31,6 +32,7 @@ from dapo_mega.engines.sglang.serving import ProcessGroup
 from dapo_mega.engines.sglang.weight_protocol import limited_group
 from dapo_mega.errors import FleetError
 from dapo_mega.megatron.processes import stop_processes
+from dapo_mega.metrics import read_metrics
 from dapo_mega.samples.table import trajectory_of
 from dapo_mega.training import loop
 from dapo_mega.training.replay import replay
@@ -531,6 +533,37 @@ def test_weights_travel_by_other_ways_too(tmp_path, two_engines, monkeypatch, wa
         infos = [member.info for member in training_run.fleet._membership.members.values()]
     assert all(record["weight_sync/engines"] == 2 for record in records)
     assert {info.has_plugin for info in infos} == {way != "sglangs_own"}
+
+
+def test_a_trainer_lends_its_memory_to_colocated_engines_that_generate(tmp_path, two_engines):
+    """A checkpoint holds what the trainer held, and a run goes on from one that was written before its step was
+    recorded."""
+    rollout = {"placement": "colocated", "offload_trainer": True}
+    values = fleet_values(tmp_path, two_engines, num_steps=2, rollout=rollout, checkpoint={"every": 1})
+    lent = []
+    with training_run_of(values) as training_run:
+        trainer, generate = training_run.trainer, training_run.fleet.generate
+
+        def noted(request):
+            lent.append(trainer._lent.num_bytes)
+            return generate(request)
+
+        training_run.collector._engine.generate = noted
+        records = run(training_run)
+        loop.take_turn(training_run)
+        trainer.finish_saving()
+        weights = {name: t.clone() for bucket in trainer.policy.weights(1 << 20) for name, t in bucket}
+    assert len(lent) >= 32
+    assert set(lent) == {0}
+    assert all(record.get("rollout/logprob_abs_diff_mean", 0) < 1e-3 for record in records)
+    with training_run_of(values) as again:
+        loop.restore(again, again.trainer.load(again.trainer.store.latest()))
+        found = {name: t for bucket in again.trainer.policy.weights(1 << 20) for name, t in bucket}
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in found.items())
+        assert again.unrecorded
+        loop.begin(again)
+        assert again.trainer._lent.num_bytes == 0
+    assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
 def test_engines_that_got_only_changes_hold_the_whole_new_weights(tmp_path, two_engines):

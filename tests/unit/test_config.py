@@ -95,6 +95,7 @@ def file(tmp_path):
         ("rollout={placement: fleet, fleet: {urls: [http://a:1, http://a:1]}}", "names an engine twice"),
         ("rollout.fleet={hung_after_s: 3, heartbeat_s: 5}", "must be larger than rollout.fleet.heartbeat_s=5"),
         ("rollout={placement: colocated, schedule: partial, fleet: {urls: [http://a:1]}}", "use rollout.placement"),
+        ("rollout.offload_trainer=true", "rollout.placement=embedded has none; leave it out"),
         ("weight_sync.full_every=5", "these are embedded, in bf16, and get weights by distributed; set"),
         ("nonsense", "not of the form section.key=value"),
         ("algorithm.preset=dapoo", "algorithm.preset='dapoo'"),
@@ -462,6 +463,13 @@ def test_fp8_is_refused_around_a_model_that_cannot_use_it(file, overrides, messa
     load_config(RunConfig, file, ["compute.fp8.scaling=blockwise"])
     with pytest.raises(InputError, match=message):
         load_config(RunConfig, file, ["compute.fp8.scaling=blockwise", *overrides])
+
+
+def test_weights_in_fp8_are_not_lent(file):
+    lends = "rollout={placement: colocated, offload_trainer: true, fleet: {urls: [http://a:1]}}"
+    assert load_config(RunConfig, file, [lends]).rollout.offload_trainer
+    with pytest.raises(InputError, match=r"cannot lend weights that are kept in FP8; set compute\.fp8\.params=false"):
+        load_config(RunConfig, file, [lends, "compute.fp8={scaling: blockwise, params: true}"])
 
 
 def test_evaluations_beside_training_need_engines_to_spare(file):

@@ -119,6 +119,10 @@ class FleetClient(RolloutFleet):
         """Whether engines wait for the current weights."""
         return bool(self._membership.in_state("outdated"))
 
+    def is_serving(self) -> bool:
+        """See `RolloutFleet`."""
+        return bool(self._membership.in_state("serving"))
+
     def pop_metrics(self) -> dict[str, float]:
         return self.call(self._pop_metrics)
 
@@ -310,7 +314,7 @@ class FleetClient(RolloutFleet):
     async def _sleep(self) -> None:
         self._dispatcher.hold()
         await self._dispatcher.drain()
-        urls = self._membership.in_state("outdated", "serving")
+        urls = [url for url in self._membership.in_state("outdated", "serving") if not self._members[url].asleep]
         for url in urls:
             await self._monitor.suspend(url)
         results = await self._call(self._targets(urls), _fall_asleep, _CALL_TIMEOUT_S)

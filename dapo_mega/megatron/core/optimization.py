@@ -94,6 +94,21 @@ def counted_weights(optimizer: Any) -> Iterator[Tensor]:
                 yield weight
 
 
+def optimizer_state(optimizer: Any) -> Iterator[Tensor]:
+    """What an optimizer keeps for each weight of its own, and its copies of weights."""
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[Tensor]:
+    """The memory of the gradients of chunks `with_gradients`."""
+    for chunk in chunks:
+        yield from (buffer.grad_data for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers])
+
+
 def make_schedule(optimizer: Any, config: OptimizerConfig, updates_per_step: int, num_steps: int) -> Any:
     """The learning rates of all updates of a run."""
     # The first update has the full rate without a warm-up, and the one after the last would have 0.

@@ -114,6 +114,7 @@ def test_a_policy_learns_from_an_engine_that_has_its_weights(
         compute={"fp8": {"scaling": scaling, "params": params, "amax_history": 16}},
         rollout={
             "placement": placement,
+            "offload_trainer": placement == "colocated" and not params,
             "dtype": "bf16",
             "max_response_tokens": 4,
             "fleet": {"min_engines": 1, "hung_after_s": 60},

@@ -117,6 +117,25 @@ def test_engines_on_the_trainers_gpus_take_turns_with_training(tool, capsys):
     assert any("DOES NOT FIT" in line for line in small)
 
 
+def test_what_a_trainer_lends_is_left_to_engines(tool, capsys):
+    options = ["rollout.placement=colocated", "--engine-tensor", "4"]
+    kept, lent = lines(tool, capsys, *options), lines(tool, capsys, *options, "rollout.offload_trainer=true")
+    at = next(i for i, line in enumerate(lent) if "weights to engines" in line)
+    assert "engine awake, at least" in lent[at]
+    for line in lent[at + 1 : at + 5]:
+        _, parameters, gradients, optimizer, asleep, activations, sending, awake, total = map(float, line.split())
+        training = parameters + gradients + optimizer + asleep + activations
+        assert total == pytest.approx(max(training, sending, awake), abs=0.03)
+        assert awake < sending - parameters
+    fractions = [
+        number(r"--memory-fraction ([\d.]+) or less", next(line for line in text if "a GPU is shared in turns" in line))
+        for text in (kept, lent)
+    ]
+    # 80 GiB less the reserve, and engines asleep.
+    left = number(r"([\d.]+) GiB are left to", "\n".join(lent)) + 2
+    assert fractions[0] < fractions[1] == pytest.approx(1 - left / 80, abs=0.01)
+
+
 def test_a_critic_is_planned_beside_the_policy(tool, capsys, small):
     def plan(*arguments):
         tool.main([small, *arguments])
