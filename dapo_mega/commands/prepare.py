@@ -29,7 +29,7 @@ from dapo_mega.config import DatasetConfig
 from dapo_mega.config.base import flat
 from dapo_mega.data.arithmetic import ALPHABET, DEFAULT_SHARES, OPERATORS, QUALITIES, ArithmeticTask
 from dapo_mega.data.readers import read_rows
-from dapo_mega.data.templates import TEMPLATES, render_prompt
+from dapo_mega.data.templates import TEMPLATES, render_messages, templated_messages
 from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer, load_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.preparation.folders import prepare_folder
@@ -143,7 +143,7 @@ def inspect(options: argparse.Namespace) -> None:
         return
     value = first.value(column, "--prompt-column")
     try:
-        prompt = render_prompt(value, options.template)
+        prompt = render_messages(templated_messages(value, options.template)[1])
     except InputError as error:
         raise InputError(f"{first.where}: {error}") from error
     print(f"first prompt ({column}, template {options.template}):\n{prompt}")

@@ -56,12 +56,12 @@ class PromptCursor:
             indices.extend(int(i) for i in coming)
             self._position = stop
             if stop == self._num_prompts:
-                self._enter(self.epoch + 1, 0)
+                self.begin_epoch()
         return indices
 
     def begin_epoch(self) -> None:
         """Go to the start of the next epoch, whose order is made when it is needed."""
-        self._enter(self.epoch + 1, 0)
+        self._order, self.epoch, self._position = None, self.epoch + 1, 0
 
     def state(self) -> dict[str, int]:
         """The state that decides all further results of `next`, as plain integers."""
@@ -82,12 +82,7 @@ class PromptCursor:
                     f"seed of the saved run, or start a new run from its weights"
                 )
         self._order = None  # It may depend on more than the epoch.
-        self._enter(checked["epoch"], checked["position"])
-
-    def _enter(self, epoch: int, position: int) -> None:
-        if epoch != self.epoch:
-            self._order = None
-        self.epoch, self._position = epoch, position
+        self.epoch, self._position = checked["epoch"], checked["position"]
 
 
 def _checked(state: Mapping[str, int]) -> Mapping[str, int]:

@@ -156,11 +156,6 @@ def response_text(value: Any) -> str:
     return turns
 
 
-def render_prompt(prompt: Any, template: str, chat_tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-    """The text given to the policy for one value of the prompt column, see `render_messages`."""
-    return render_messages(templated_messages(prompt, template)[1], chat_tokenizer)
-
-
 def templated_messages(prompt: Any, template: str) -> tuple[str, list[dict[str, str]]]:
     """The problem, which is the last user turn of a prompt column's value, and all turns, that one in the template."""
     messages = as_messages(prompt)

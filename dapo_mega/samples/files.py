@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,8 @@ def rotate(folder: Path, max_bytes: int) -> list[Path]:
     files = stored_files(folder)
     total = sum(file.size for file in files)
     removed = []
-    for file in _in_order_of_removal(files):
+    steps, evaluations = ([file for file in files if file.is_evaluation == chosen][:-1] for chosen in (False, True))
+    for file in steps + evaluations:
         if total <= max_bytes:
             break
         total -= file.size
@@ -112,8 +113,3 @@ def discard_after(folder: Path, step: int) -> int:
     for file in late:
         file.path.unlink()
     return len(late)
-
-
-def _in_order_of_removal(files: list[StoredFile]) -> Iterator[StoredFile]:
-    for is_evaluation in (False, True):
-        yield from [file for file in files if file.is_evaluation == is_evaluation][:-1]

@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
-from dapo_mega.data.templates import TEMPLATES, render, render_messages, render_prompt
+from dapo_mega.data.templates import TEMPLATES, render, render_messages, templated_messages
 from dapo_mega.data.tokenizer import build_byte_tokenizer
 from dapo_mega.errors import InputError
 
@@ -52,6 +53,10 @@ CONVERSATION = [
     {"role": "assistant", "content": "4"},
     {"role": "user", "content": "3+3?"},
 ]
+
+
+def render_prompt(prompt: object, template: str, chat_tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    return render_messages(templated_messages(prompt, template)[1], chat_tokenizer)
 
 
 def test_the_last_user_turn_is_wrapped_and_turns_are_joined_by_newlines() -> None:
