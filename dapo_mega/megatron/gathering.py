@@ -69,10 +69,6 @@ class _GatheredParameter:
             for name, shape in zip(placed.hf, self.full_shapes, strict=True):
                 yield WeightSpec(name, self.dtype, shape)
 
-    def contributors(self, index: int) -> range:
-        """The contributors of the placed tensor at `index`, in shard order."""
-        return range(index * self.num_holders, index * self.num_holders + self.num_shards)
-
     def owns_shard(self, contributor: int) -> bool:
         index, shard = divmod(contributor, self.num_holders)
         return index < len(self.placed) and shard < self.num_shards
@@ -143,7 +139,10 @@ class WeightGatherer:
         self._stage_size = processes.world_size // processes.pipeline_size
         self._dense_group = self._group_of(processes.tensor_size)
         self._expert_group = self._group_of(self._expert_tensor_size * processes.expert_size)
-        mine = {chunk: self._shapes(chunk) for chunk in layout.chunks_of(processes.pipeline_rank)}
+        mine = {
+            chunk: [(tuple(shard.shape), shard.dtype) for _, shard in map(self._held, self._placed(chunk))]
+            for chunk in layout.chunks_of(processes.pipeline_rank)
+        }
         everyones: list[Any] = [None] * processes.pipeline_size
         dist.all_gather_object(everyones, mine, group=pipeline_group())
         self._gathered = [
@@ -192,10 +191,6 @@ class WeightGatherer:
         full = merge_shards([shard] * num_shards, placed[0].layout, self._layout.arch)
         full_shapes = tuple(tuple(tensor.shape) for tensor in full)
         return _GatheredParameter(placed, shape, dtype, full_shapes, num_shards, num_holders)
-
-    def _shapes(self, chunk: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        shards = [self._held(placed)[1] for placed in self._placed(chunk)]
-        return [(tuple(shard.shape), shard.dtype) for shard in shards]
 
     def _held(self, placed: tuple[PlacedTensor, ...]) -> tuple[PlacedTensor, Tensor]:
         mine = placed[self._processes.expert_rank if len(placed) > 1 else 0]
@@ -266,16 +261,18 @@ class WeightGatherer:
         so that every tensor of the flattened bucket is aligned without padding."""
         for chunk, parameters in enumerate(self._gathered):
             owner = owner_of(chunk, self._layout)
-            pending: list[_GatheredParameter] = []
+            buckets: list[list[_GatheredParameter]] = [[]]
             size = 0
             for together in _inseparable(parameters):
                 num_bytes = sum(parameter.num_bytes for parameter in together)
-                if pending and (size + num_bytes > limits[owner] or together[0].is_expert != pending[0].is_expert):
-                    yield _BucketPlan(owner, sorted(pending, key=_falling_item_size))
-                    pending, size = [], 0
-                pending += together
+                last = buckets[-1]
+                if last and (size + num_bytes > limits[owner] or together[0].is_expert != last[0].is_expert):
+                    buckets.append([])
+                    size = 0
+                buckets[-1] += together
                 size += num_bytes
-            yield _BucketPlan(owner, sorted(pending, key=_falling_item_size))
+            for bucket in buckets:
+                yield _BucketPlan(owner, sorted(bucket, key=lambda parameter: -parameter.dtype.itemsize))
 
     def _group(self, plan: _BucketPlan) -> range:
         return self._expert_group if plan.parameters[0].is_expert else self._dense_group
@@ -323,7 +320,8 @@ class WeightGatherer:
         def merged() -> Iterator[tuple[str, Tensor]]:
             for parameter in plan.parameters:
                 for index, placed in enumerate(parameter.placed):
-                    parts = [next(shards[contributor]) for contributor in parameter.contributors(index)]
+                    first = index * parameter.num_holders
+                    parts = [next(shards[first + shard]) for shard in range(parameter.num_shards)]
                     yield from zip(placed.hf, merge_shards(parts, placed.layout, arch), strict=True)
 
         yield from stacked(merged(), arch.experts.number if arch.experts else 0)
@@ -336,10 +334,6 @@ def _finished(transfers: Iterable[_Transfer]) -> _Transfer | None:
         transfer.finish()
         mine = transfer if transfer.leads else mine
     return mine
-
-
-def _falling_item_size(parameter: _GatheredParameter) -> int:
-    return -parameter.dtype.itemsize
 
 
 def _inseparable(parameters: Iterable[_GatheredParameter]) -> Iterator[list[_GatheredParameter]]:

@@ -278,7 +278,6 @@ def _engines(
     from dapo_mega.config.fleet import require_api_key
     from dapo_mega.engines.sglang.fleet_client import FleetClient
     from dapo_mega.engines.sglang.versions import run_name
-    from dapo_mega.engines.sglang.weight_protocol import ADAPTER
     from dapo_mega.weight_sync.agreement import Agreement, fixed_sequence
     from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
     from dapo_mega.weight_sync.transports import make_transport
@@ -287,7 +286,7 @@ def _engines(
     key = require_api_key(config.rollout.fleet.api_key_env)
     client = FleetClient(config, arch.vocab_size, key, run, arch, check_stop)
     tokens = fixed_sequence(config, inputs.train_prompts.prompts, arch.vocab_size)
-    agreement = Agreement(tokens, config.engine_tolerance, ADAPTER if config.sends_adapters else "")
+    agreement = Agreement(tokens, config.engine_tolerance)
     adapter = None
     if config.lora and config.sends_adapters:
         adapter = peft_config(config.lora, trained_names(family, arch, config.lora.targets))

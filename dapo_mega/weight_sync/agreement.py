@@ -23,11 +23,10 @@ _LENGTH = 64
 @dataclass(frozen=True)
 class Agreement:
     """The sequence [L] on which engines must agree with the trainer, and the largest allowed mean difference of its
-    log-probs, in nats; `adapter` is used for it, if there is one."""
+    log-probs, in nats."""
 
     tokens: TokenIds
     tolerance: float
-    adapter: str = ""
 
 
 def fixed_sequence(config: RunConfig, prompts: Sequence[Prompt], vocab_size: int) -> TokenIds:

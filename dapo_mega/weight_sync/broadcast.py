@@ -278,7 +278,17 @@ class BroadcastSender(WeightSender):
                 self._broadcast([route.url for route in routes], encoding.encode(bucket), news, round_)
             news.report(self._processes.rank, round_)
             del bucket  # Free its memory before the next but one is gathered.
-        return self._sent(*self._encodings.take_counts())
+        # What all processes have sent.
+        processes, counted = self._processes, self._encodings.take_counts()
+        counts = torch.zeros(processes.world_size, 4, dtype=torch.int64)
+        counts[processes.rank] = torch.tensor([self._bytes_made, self._bytes_sent, *counted])
+        dist.all_reduce(counts, group=processes.control)
+        made, sent, compared, changed = counts.T
+        metrics = {"weight_sync/sender_balance": float(sent.max() / sent.double().mean())} if sent.any() else {}
+        if compared.any():
+            metrics["weight_sync/changed_share"] = int(changed.sum()) / int(compared.sum())
+        of_replicas = [int(made[processes.of_replica(replica)].sum()) for replica in range(processes.data_size)]
+        return Sent(max(of_replicas), metrics)
 
     def _prepared(self, buckets: Iterable[WeightBucket]) -> Iterable[WeightBucket]:
         return map(quantised_bucket, buckets) if self._is_fp8 else buckets
@@ -367,19 +377,6 @@ class BroadcastSender(WeightSender):
         self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
         self._abandoned.append(threading.Thread(target=_outlive, args=(group, works), daemon=True))
         self._abandoned[-1].start()
-
-    def _sent(self, compared_bytes: int, changed_bytes: int) -> Sent:
-        """Collective: what all processes have sent, of whose weights so many bytes were compared and have changed."""
-        processes = self._processes
-        counts = torch.zeros(processes.world_size, 4, dtype=torch.int64)
-        counts[processes.rank] = torch.tensor([self._bytes_made, self._bytes_sent, compared_bytes, changed_bytes])
-        dist.all_reduce(counts, group=processes.control)
-        made, sent, compared, changed = counts.T
-        metrics = {"weight_sync/sender_balance": float(sent.max() / sent.double().mean())} if sent.any() else {}
-        if compared.any():
-            metrics["weight_sync/changed_share"] = int(changed.sum()) / int(compared.sum())
-        of_replicas = [int(made[processes.of_replica(replica)].sum()) for replica in range(processes.data_size)]
-        return Sent(max(of_replicas), metrics)
 
     def forget(self, urls: Iterable[str]) -> None:
         """Leave the groups with these engines."""

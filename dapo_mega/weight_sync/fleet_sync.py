@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dapo_mega.config import WeightSyncConfig
@@ -101,12 +101,13 @@ class FleetWeightSync(WeightSync):
         calls = UpdateCalls(fleet, targets, self._timeout_s, self._transport.report_failure)
         base_bytes = 0.0
         try:
-            if self._adapter and joining:
+            if (adapter := self._adapter) and joining:
+                sizes = {target.url: target.tp_size for target in joining}
                 calls.targets = list(joining)
                 base_bytes = self._bring("base", version, calls, joining)["weight_sync/bytes"]
-                calls.call(_adding(self._adapter, joining))
+                calls.call(lambda client: client.add_adapter(ADAPTER, adapter, sizes[client.url]))
                 calls.targets = [target for target in targets if target.url not in calls.failures]
-            if self._adapter:
+            if adapter:
                 metrics = self._bring("adapters", version, calls, ())
             else:
                 metrics = self._bring("merged", version, calls, joining)
@@ -173,10 +174,9 @@ class FleetWeightSync(WeightSync):
         versions = VersionRange(self._run, version, version)
         failures: dict[str, str] = {}
         timeout_s = min(self._timeout_s, _SCORING_TIMEOUT_S)
+        adapter = ADAPTER if self._adapter else ""
         scoring = fleet.start_call(
-            joined,
-            lambda client: engine_logprobs(client, tokens, versions, _SCORING_TIMEOUT_S, agreement.adapter),
-            timeout_s,
+            joined, lambda client: engine_logprobs(client, tokens, versions, _SCORING_TIMEOUT_S, adapter), timeout_s
         )
         for url, scores in scoring.result().items():
             if isinstance(scores, EngineError):
@@ -194,14 +194,6 @@ class FleetWeightSync(WeightSync):
                 logger.info("engine %s agrees with the trainer to within %.2g nats on average", url, difference)
                 fleet.synced(url, version)
         return failures
-
-
-def _adding(
-    adapter: Mapping[str, Any], engines: Sequence[SyncTarget]
-) -> Callable[[EngineClient], Coroutine[Any, Any, None]]:
-    """The call that makes the adapter known to these engines."""
-    sizes = {engine.url: engine.tp_size for engine in engines}
-    return lambda client: client.add_adapter(ADAPTER, adapter, sizes[client.url])
 
 
 async def _begin_session(client: EngineClient) -> None:
