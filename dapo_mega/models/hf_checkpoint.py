@@ -52,6 +52,7 @@ _LANGUAGE = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(?=(?:layers|em
 _HEAD = re.compile(r"language_model\.(?=(?:lm_head|score)\.)")
 _OF_LANGUAGE = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "score.")
 _VISION = re.compile(r"(?:model\.)?(?:language_model|visual|vision_tower|vision_model)\.")
+_FUSED_EXPERTS = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?:gate_up|down)_proj")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NUM_NAMED = 8
 _LONGEST_POINTER = 1024
@@ -112,12 +113,29 @@ class HfCheckpoint:
         self._files = {name: places[stored] for name, stored in self._stored.items()}
         self._specs = {name: held[file][self._stored[name]] for name, file in self._files.items()}
         self.num_left_out = len(places) - len(self._files)
+        self._slices: dict[str, tuple[int, slice]] = {}
+        for name in [name for name in self._stored if _FUSED_EXPERTS.fullmatch(name)]:
+            self._list_experts(name)
         wrong = [name for name, file in listed.items() if places.get(name) != file]
         if wrong:
             raise InputError(
                 f"{path / INDEX_FILE} lists {_listed(wrong)}, which the named files do not hold; copy the checkpoint "
                 f"again"
             )
+
+    def _list_experts(self, fused: str) -> None:
+        """Lists in the place of a tensor of all experts those of single ones, as most checkpoints store them."""
+        spec, file, stored = self._specs.pop(fused), self._files.pop(fused), self._stored.pop(fused)
+        prefix, kind = fused.rsplit(".", 1)
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        number, rows, columns = spec.shape if len(spec.shape) == 3 else (0, 0, 0)
+        rows //= len(parts)
+        for expert in range(number):
+            for index, part in enumerate(parts):
+                name = f"{prefix}.{expert}.{part}.weight"
+                self._specs[name] = TensorSpec((rows, columns), spec.dtype)
+                self._files[name], self._stored[name] = file, stored
+                self._slices[name] = (expert, slice(index * rows, (index + 1) * rows))
 
     def names(self) -> set[str]:
         return set(self._files)
@@ -134,7 +152,10 @@ class HfCheckpoint:
         file = self.path / self._files[name]
         try:
             # Pages of a file that stayed open would count as this process's memory until the end.
-            tensor: Tensor = _open(file).get_tensor(self._stored[name])
+            stored, opened = self._stored[name], _open(file)
+            tensor: Tensor = (
+                opened.get_slice(stored)[self._slices[name]] if name in self._slices else opened.get_tensor(stored)
+            )
         except SafetensorError as error:
             raise InputError(f"tensor {name!r} cannot be read from {file} ({error})") from error
         return tensor
