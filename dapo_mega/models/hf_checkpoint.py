@@ -135,10 +135,10 @@ class HfCheckpoint:
         self._check_present(name)
         if name not in self._parts:
             return self._read(name, ...)
-        stack, expert = self._parts[name]
+        stack, index = self._parts[name]
         if not stack.endswith(BLOCKS):
-            return self._read(stack, expert)
-        return dequantized(self._read(stack, expert), self._read(stack.removesuffix(BLOCKS) + SCALES, expert))
+            return self._read(stack, index)
+        return dequantized(self._read(stack, index), self._read(stack.removesuffix(BLOCKS) + SCALES, index))
 
     def _read(self, name: str, index: Any) -> Tensor:
         file = self.path / self._files[name]
@@ -169,9 +169,10 @@ def _language_names(stored: Collection[str]) -> dict[str, str]:
     return names
 
 
-def _split_experts(stored: Mapping[str, TensorSpec]) -> tuple[dict[str, tuple[str, int]], dict[str, TensorSpec]]:
-    """Each expert's part of a stack, as (name of the stack, number of the expert), and what all tensors are then."""
-    parts: dict[str, tuple[str, int]] = {}
+def _split_experts(stored: Mapping[str, TensorSpec]) -> tuple[dict[str, tuple[str, Any]], dict[str, TensorSpec]]:
+    """Each expert's part of a stack, as (name of the stack, index in it), and what all tensors are then. Experts without
+    biases go by the names of those that are stored one by one."""
+    parts: dict[str, tuple[str, Any]] = {}
     specs = dict(stored)
     for name, spec in stored.items():
         stack, one = name, TensorSpec(spec.shape[1:], spec.dtype)
@@ -182,10 +183,20 @@ def _split_experts(stored: Mapping[str, TensorSpec]) -> tuple[dict[str, tuple[st
                 continue
             del specs[stack + SCALES]
             one = TensorSpec((2 * width * groups, rows), torch.bfloat16)
-        if part_name(stack, 0):
-            del specs[name]
-            parts |= {str(part_name(stack, expert)): (name, expert) for expert in range(spec.shape[0])}
-            specs |= {str(part_name(stack, expert)): one for expert in range(spec.shape[0])}
+        if not part_name(stack, 0):
+            continue
+        del specs[name]
+        has_biases = stack.endswith("_bias") or f"{stack}_bias" in stored
+        for expert in range(spec.shape[0]):
+            part = str(part_name(stack, expert))
+            if has_biases or len(one.shape) != 2:
+                parts[part], specs[part] = (name, expert), one
+                continue
+            kinds = [part.replace("gate_up", kind) for kind in ("gate", "up")] if "gate_up" in part else [part]
+            rows = one.shape[0] // len(kinds)
+            for index, kind in enumerate(kinds):
+                parts[f"{kind}.weight"] = name, (expert, slice(index * rows, (index + 1) * rows))
+                specs[f"{kind}.weight"] = TensorSpec((rows, one.shape[1]), one.dtype)
     return parts, specs
 
 

@@ -13,16 +13,20 @@ from; f, the inner size of the MLP on a process.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dapo_mega.config import ComputeConfig, ModelConfig
 from dapo_mega.errors import InputError
 from dapo_mega.planning.parameters import DTYPE_BYTES
 from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
+if TYPE_CHECKING:
+    from dapo_mega.models.architecture import GatedDelta
+
 LayerKind = Literal["local", "transformer_engine"]
 _INDEX = 8
 _FLOAT = 4
+_DELTA_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,10 @@ class ActivationModel:
         shape: MicroBatchShape,
         kind: LayerKind,
     ) -> None:
-        if placement.arch.latent_attention or placement.arch.gated_delta:
-            what = "multi-head latent attention" if placement.arch.latent_attention else "gated delta layers"
+        if placement.arch.latent_attention:
             raise InputError(
-                f"activations of {what} ({placement.arch.model_type}) are not modelled; measure the memory of a step"
+                f"activations of multi-head latent attention ({placement.arch.model_type}) are not modelled; "
+                f"measure the memory of a step"
             )
         self.placement = placement
         self.compute = compute
@@ -144,7 +148,8 @@ class ActivationModel:
             repeated = max(0.0, repeated - self._experts())
         late = (whole.late_norm - kept.late_norm) + repeated
         # The attention is recomputed after the later parts of its layer were freed.
-        early = whole.norm - kept.norm + self._recomputed_attention(layer) - kept.late_norm - kept.mlp
+        attention = 0.0 if self.placement.arch.has_delta(layer) else self._recomputed_attention(layer)
+        early = whole.norm - kept.norm + attention - kept.late_norm - kept.mlp
         early = early if self._recomputes("core_attn", "layernorm") else 0.0
         return max(late, early)
 
@@ -152,7 +157,7 @@ class ActivationModel:
         """Bytes that one layer keeps under selective recomputing."""
         layer = self.whole_layer(number)
         has_experts = self.placement.arch.has_experts(number)
-        if self._recomputes("core_attn"):
+        if self._recomputes("core_attn") and not self.placement.arch.has_delta(number):
             layer = layer._replace(attention=self._attention_inputs())
         if self._recomputes("layernorm") and self.is_local:
             layer = layer._replace(norm=self.hidden, late_norm=self.hidden)
@@ -167,10 +172,15 @@ class ActivationModel:
     def whole_layer(self, number: int) -> LayerBytes:
         """One layer without recompute."""
         has_experts = self.placement.arch.has_experts(number)
+        delta = self.placement.arch.gated_delta if self.placement.arch.has_delta(number) else None
         return LayerBytes(
-            self._norm(fused=not self.is_local),
-            self._local_attention(number) if self.is_local else self._te_attention(),
-            self._around_attention(),
+            self._norm(fused=not self.is_local and delta is None),
+            self._delta_rule(delta)
+            if delta
+            else self._local_attention(number)
+            if self.is_local
+            else self._te_attention(),
+            self._around_delta(delta) if delta else self._around_attention(),
             self._norm(fused=not self.is_local and not has_experts),
             self._experts() + self._shared_expert() if has_experts else self._mlp(self.placement.arch.ffn_hidden_size),
         )
@@ -203,11 +213,38 @@ class ActivationModel:
         if arch.qk_norm:
             kept = self.placement.projected_heads + self._copied_queries if self.is_local else heads + keys
             total += (heads + keys) * 4 + kept * size * self.element
+        if arch.output_gate:  # The sigmoid, and what it weights.
+            total += heads * size * (_FLOAT + self.element)
         if self.is_local:
             total += heads * size * self.element
         elif self.compute.fp8.enabled:
             total += heads * size * self.operand
         return self.tokens * total
+
+    def _delta_rule(self, delta: GatedDelta) -> float:
+        """The rule of all value heads, whose tokens context parallelism exchanges for heads: with Triton kernels its
+        inputs and a matrix of each chunk; otherwise what autograd keeps of Megatron's torch function, in float32 and by
+        measurement, most of it of the inverse of each chunk's matrix."""
+        heads, keys, values = self._delta_heads(delta), delta.key_head_dim, delta.value_head_dim
+        if not self.is_local:
+            row = (2 * keys + values) * self.element + _FLOAT + self.element + _DELTA_CHUNK * self.element
+            return self.tokens * heads * row
+        chunks = sum(-(-length // _DELTA_CHUNK) for length in self.shape.lengths) / self.placement.parallel.context
+        row = 6.2 * keys + 3 * values + 1760 + 2.1 * keys * values / _DELTA_CHUNK
+        return chunks * _DELTA_CHUNK * heads * row * _FLOAT
+
+    def _around_delta(self, delta: GatedDelta) -> float:
+        """The convolution's input and output, keys and queries before their norm, decays, the norm behind the rule,
+        its gate in float32, the output projection's input."""
+        heads = self._delta_heads(delta)
+        values = heads * delta.value_head_dim
+        channels = sum(delta.sections[:3]) / self.placement.parallel.tensor
+        convolution = (2 * channels - values) * self.element if not self.is_local else 3 * channels * self.element
+        gate = values * (3 * self.element + 2 * _FLOAT)
+        return self.tokens * (convolution + gate + heads * (4 * _FLOAT + self.element))
+
+    def _delta_heads(self, delta: GatedDelta) -> int:
+        return delta.num_value_heads // self.placement.parallel.tensor
 
     def _attention_inputs(self) -> float:
         """Queries, keys and values that a recomputed attention keeps."""

@@ -13,6 +13,7 @@ from dapo_mega.planning.rank_layout import RankLayout
 
 from .allocations import allocated
 from .launching import run_distributed
+from .tiny import has_delta
 
 TOLERANCE = 0.03
 # Multiples of 4 for two context-parallel processes; the local attention makes three blocks of them.
@@ -90,6 +91,11 @@ TWO_PROCESSES = {
     "critic_pipeline": ("narrow", "fp32", {"pipeline": 2}, {}),
     "critic_context": ("wide", "bf16", {"context": 2}, {}),
 }
+if has_delta():
+    ONE_PROCESS["hybrid"] = ("hybrid", "fp32", {}, {})
+    ONE_PROCESS["hybrid_recomputed"] = ("hybrid", "fp32", {}, ALL_EXPERTS)
+    TWO_PROCESSES["hybrid_cut"] = ("hybrid", "fp32", {"tensor": 2, "sequence": True, "expert_tensor": 2}, {})
+    TWO_PROCESSES["hybrid_context"] = ("hybrid", "fp32", {"context": 2}, {})
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +121,8 @@ def make_models(folder):
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
     )
 
     torch.manual_seed(0)
@@ -176,6 +184,24 @@ def make_models(folder):
         tie_word_embeddings=False,
         **shared,
     )
+    hybrid = Qwen3NextConfig(
+        vocab_size=1501,
+        hidden_size=128,
+        intermediate_size=320,
+        moe_intermediate_size=96,
+        shared_expert_intermediate_size=192,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_key_head_dim=32,
+        linear_value_head_dim=48,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        **shared,
+    )
+    Qwen3NextForCausalLM(hybrid).save_pretrained(folder / "hybrid")
     of_llama = {"vocab_size": 2003, "hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, **shared}
     biased = LlamaConfig(num_key_value_heads=2, attention_bias=True, mlp_bias=True, **of_llama)
     windowed = MistralConfig(num_key_value_heads=6, sliding_window=205, **of_llama)
