@@ -5,6 +5,8 @@ Rules whose tensors only some models have (biases, norms on queries and keys) lo
 
 from __future__ import annotations
 
+import dataclasses
+
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import TensorRule
 from dapo_mega.models.layouts import ShardRule
@@ -33,7 +35,7 @@ INPUT_NORM = TensorRule(
 OUTPUT_PROJECTION = TensorRule((_ATTENTION + "linear_proj.weight",), (_HF_ATTENTION + "o_proj.weight",), ShardRule.ROW)
 
 ATTENTION = (
-    INPUT_NORM,
+    dataclasses.replace(INPUT_NORM, applies=lambda arch: arch.norms != "behind"),
     TensorRule(
         (_ATTENTION + "linear_qkv.weight",), _projections(_HF_ATTENTION, ("q", "k", "v"), "weight"), ShardRule.QKV
     ),
@@ -47,13 +49,22 @@ ATTENTION = (
         (_ATTENTION + "q_layernorm.weight",),
         (_HF_ATTENTION + "q_norm.weight",),
         ShardRule.REPLICATED,
-        applies=lambda arch: arch.qk_norm,
+        applies=lambda arch: arch.qk_norm and not arch.qk_norm_over_heads,
     ),
     TensorRule(
         (_ATTENTION + "k_layernorm.weight",),
         (_HF_ATTENTION + "k_norm.weight",),
         ShardRule.REPLICATED,
-        applies=lambda arch: arch.qk_norm,
+        applies=lambda arch: arch.qk_norm and not arch.qk_norm_over_heads,
+    ),
+    *(
+        TensorRule(
+            (f"{_ATTENTION}{part}_layernorm.weight",),
+            (f"{_HF_ATTENTION}{part}_norm.weight",),
+            ShardRule.COLUMN,
+            applies=lambda arch: arch.qk_norm_over_heads,
+        )
+        for part in ("q", "k")
     ),
     OUTPUT_PROJECTION,
     TensorRule(
@@ -117,6 +128,20 @@ MLP_NORM = TensorRule(
     (HF_LAYER + "post_attention_layernorm.weight",),
     ShardRule.REPLICATED,
 )
+
+NORMS_BEHIND = (
+    TensorRule(
+        (MEGATRON_LAYER + "self_attn_bda.norm.weight",),
+        (HF_LAYER + "post_attention_layernorm.weight",),
+        ShardRule.REPLICATED,
+    ),
+    TensorRule(
+        (MEGATRON_LAYER + "mlp_bda.norm.weight",),
+        (HF_LAYER + "post_feedforward_layernorm.weight",),
+        ShardRule.REPLICATED,
+    ),
+)
+"""Norms of what attention and MLP add to the hidden states."""
 
 DOWN_PROJECTION = TensorRule(
     (_MLP + "linear_fc2.weight",), (_HF_MLP + "down_proj.weight",), ShardRule.ROW, layers="dense"

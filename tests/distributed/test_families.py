@@ -27,7 +27,7 @@ GPT_OSS = tuple(name for name in FAMILY_MODELS if name.startswith("gpt_oss"))
 DENSE = tuple(name for name in FAMILY_MODELS if name not in MIXTURES)
 ALL = DENSE + MIXTURES
 # What the families' own code has no part in, test_parallel_parity.py shows of one dense model.
-LEARNERS = ("qwen2, tied", "qwen3_moe", "deepseek_v3", "gpt_oss")
+LEARNERS = ("qwen2, tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmo3", "gemma3_text")
 TP2 = {"tensor": 2, "sequence": True}
 
 
@@ -49,7 +49,9 @@ LAYOUTS = {
     "tp2_experts_cut": Case(2, {**TP2, "expert_tensor": 2}, tuple(name for name in MIXTURES if name not in GPT_OSS)),
     "tp2_ep2": Case(2, {**TP2, "expert": 2}, GPT_OSS),
     "pp2": Case(2, {"pipeline": 2}),
-    "cp2": Case(2, {"context": 2}, ("qwen3", "llama, all biases, tied", "mistral", "phi3", "gpt_oss")),
+    "cp2": Case(
+        2, {"context": 2}, ("qwen3", "llama, all biases, tied", "mistral", "phi3", "gpt_oss", "olmo3", "gemma3_text")
+    ),
     "ep2": Case(2, {"expert": 2}, MIXTURES),
     "tp2_pp2": Case(4, {**TP2, "pipeline": 2}, DENSE),
     "tp2_pp2_bf16": Case(4, {**TP2, "pipeline": 2}, DENSE, "bf16"),

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -27,7 +28,7 @@ from torch import Tensor
 from dapo_mega.config import ModelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.core.local_layers import RMSNorm, SwiGLU
+from dapo_mega.megatron.core.local_layers import HeadsNorm, NormedAddition, RMSNorm, SwiGLU
 from dapo_mega.megatron.core.packed_attention import PackedAttention
 from dapo_mega.megatron.core.repairs.since_0_17.latent_attention import know_local_linear
 from dapo_mega.megatron.core.repairs.since_0_19.latent_attention import keep_layers_of_spec
@@ -66,6 +67,7 @@ def block_spec(
         _parts(layers[True].submodules.mlp).router = BestExpertGroupRouter
     for layer in layers.values():
         _add_biases(layer, arch)
+        _place_norms(layer, arch, config)
     return TransformerBlockSubmodules(
         layer_specs=[layers[arch.has_experts(layer)] for layer in chunk],
         layer_norm=LayerNormImpl if transformer_engine else RMSNorm,
@@ -86,6 +88,19 @@ def _add_biases(layer: ModuleSpec, arch: Architecture) -> None:
     if arch.mlp_bias:
         mlp = _parts(layer.submodules.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
+
+
+def _place_norms(layer: ModuleSpec, arch: Architecture, config: TransformerConfig) -> None:
+    """Norms behind attention and MLP, and those over all heads of queries and keys."""
+    parts = layer.submodules
+    if arch.norms == "behind":
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    if arch.norms != "before":
+        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAddition, params={"config": config})
+    if arch.qk_norm_over_heads:
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = ModuleSpec(HeadsNorm, params={"num_heads": arch.num_attention_heads})
+        attention.k_layernorm = ModuleSpec(HeadsNorm, params={"num_heads": arch.num_query_groups})
 
 
 def _biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
