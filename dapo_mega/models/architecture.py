@@ -158,6 +158,19 @@ class Architecture:
     """Whether the projection behind the attention has a bias."""
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over_heads: bool = False
+    """Whether the norms on queries and keys are over all heads together."""
+    norms: Literal["before", "behind", "around"] = "before"
+    """Where attention and MLP have their norms: before them, behind them on what is added to the hidden states, or
+    both."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Of the gate of MLPs."""
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied by, in the dtype of their weights."""
+    attention_scale: float | None = None
+    """What the products of queries and keys are multiplied by, rotary scaling left out; None: head_dim ** -0.5."""
+    windowed_rope_theta: float | None = None
+    """The base of the unscaled rotary frequencies of layers with a sliding window, where theirs are others."""
     experts: Experts | None = None
     gated_delta: GatedDelta | None = None
     output_gate: bool = False
@@ -193,17 +206,28 @@ class Architecture:
 
     @property
     def softmax_scale(self) -> float | None:
-        """What the products of queries and keys are multiplied by; None: head_dim ** -0.5.
+        """What the products of queries and keys are multiplied by, rotary scaling included; None: head_dim ** -0.5.
 
         YaRN's factor on rotated queries and keys goes into the scores as its square where all heads are rotated whole.
         """
         if self.rope_scaling is None or self.rope_scaling.attention_factor == 1.0 or not self._rotates_all:
-            return None
-        return float(self.head_dim**-0.5 * self.rope_scaling.attention_factor**2)
+            return self.attention_scale
+        return float((self.attention_scale or self.head_dim**-0.5) * self.rope_scaling.attention_factor**2)
 
     @property
     def _rotates_all(self) -> bool:
-        return self.partial_rotary_factor == 1.0 and not self.unrotated_layers
+        return self.partial_rotary_factor == 1.0 and not self.unrotated_layers and self.windowed_rope_theta is None
+
+    @property
+    def windowed_inverse_frequencies(self) -> Tensor | None:
+        """`inverse_frequencies` of layers with a sliding window, where theirs are others."""
+        theta = self.windowed_rope_theta
+        return None if theta is None else unscaled_frequencies(theta, self.rotated_dim)
+
+    @property
+    def needs_local_layers(self) -> bool:
+        """Whether only our own layers compute the model, Transformer Engine's not."""
+        return self.norms != "before" or self.windowed_rope_theta is not None
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of `layer`, counted from 0, is a mixture of experts."""
@@ -249,6 +273,8 @@ class Architecture:
                 f"num_key_value_heads={self.num_query_groups} does not divide "
                 f"num_attention_heads={self.num_attention_heads}; correct them"
             )
+        if self.windowed_rope_theta is not None and not self.sliding_window:
+            raise InputError("layers of kind sliding_attention need a sliding_window; set it")
         if self.sliding_window == 0:
             raise InputError("sliding_window=0 leaves a query no key to see; set it to null or to 1 and more")
         rotated = self.latent_attention.rotated_head_dim if self.latent_attention else self.rotated_dim
@@ -284,6 +310,11 @@ class Architecture:
                 )
         if reason := self._key_head_misfit(parallel.tensor):
             raise InputError(f"parallel.tensor={parallel.tensor} {reason}; choose one of {self._tensor_sizes}")
+        if self.qk_norm_over_heads and parallel.tensor > self.num_query_groups:
+            raise InputError(
+                f"parallel.tensor={parallel.tensor} is more than num_key_value_heads={self.num_query_groups}: "
+                f"{self.model_type} has norms over all keys, which processes cannot share; set it to at most that"
+            )
         if self.num_layers < parallel.num_chunks and parallel.pipeline_layout is None:
             raise InputError(
                 f"parallel.pipeline={parallel.pipeline} x parallel.virtual_pipeline={parallel.virtual_pipeline} = "

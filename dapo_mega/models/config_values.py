@@ -35,6 +35,7 @@ _COUNTS = {
     "topk_group": (0, _MOST_EXPERTS),
     "first_k_dense_replace": (0, _MOST_LAYERS),
     "decoder_sparse_step": (0, _LONGEST),
+    "sliding_window_pattern": (1, _LONGEST),
     "no_rope_layer_interval": (1, _LONGEST),
     "moe_layer_freq": (0, _LONGEST),
     "q_lora_rank": (1, 2**24),
@@ -56,6 +57,8 @@ _NUMBERS = {
     "partial_rotary_factor": (0.0, math.inf),
     "routed_scaling_factor": (0.0, math.inf),
     "swiglu_limit": (0.0, math.inf),
+    "query_pre_attn_scalar": (0.0, math.inf),
+    "rope_local_base_freq": (1.0, math.inf),
 }
 _OF_ROPE = {
     "rope_theta": (1.0, math.inf),
@@ -95,6 +98,8 @@ def check_values(raw: Mapping[str, Any]) -> None:
             raise InputError(f"{key}={_shown(found)} is no list of {kind.__name__}; correct it")
     for record in ("rope_scaling", "rope_parameters"):
         _check_rope(record, raw.get(record))
+    for layers in ("full_attention", "sliding_attention"):
+        _check_rope(f"rope_parameters.{layers}", (raw.get("rope_parameters") or {}).get(layers))
 
 
 def _check_rope(record: str, rope: Any) -> None:

@@ -31,6 +31,7 @@ INPUT_NORM = TensorRule(
     (MEGATRON_LAYER + "input_layernorm.weight", _ATTENTION + "linear_qkv.layer_norm_weight"),
     (HF_LAYER + "input_layernorm.weight",),
     ShardRule.REPLICATED,
+    applies=lambda arch: arch.norms != "behind",
 )
 OUTPUT_PROJECTION = TensorRule((_ATTENTION + "linear_proj.weight",), (_HF_ATTENTION + "o_proj.weight",), ShardRule.ROW)
 
@@ -49,13 +50,22 @@ ATTENTION = (
         (_ATTENTION + "q_layernorm.weight",),
         (_HF_ATTENTION + "q_norm.weight",),
         ShardRule.REPLICATED,
-        applies=lambda arch: arch.qk_norm,
+        applies=lambda arch: arch.qk_norm and not arch.qk_norm_over_heads,
     ),
     TensorRule(
         (_ATTENTION + "k_layernorm.weight",),
         (_HF_ATTENTION + "k_norm.weight",),
         ShardRule.REPLICATED,
-        applies=lambda arch: arch.qk_norm,
+        applies=lambda arch: arch.qk_norm and not arch.qk_norm_over_heads,
+    ),
+    *(
+        TensorRule(
+            (f"{_ATTENTION}{part}_layernorm.weight",),
+            (f"{_HF_ATTENTION}{part}_norm.weight",),
+            ShardRule.COLUMN,
+            applies=lambda arch: arch.qk_norm_over_heads,
+        )
+        for part in ("q", "k")
     ),
     OUTPUT_PROJECTION,
     TensorRule(
@@ -144,6 +154,20 @@ MLP_NORM = TensorRule(
     (HF_LAYER + "post_attention_layernorm.weight",),
     ShardRule.REPLICATED,
 )
+
+NORMS_BEHIND = (
+    TensorRule(
+        (MEGATRON_LAYER + "self_attn_bda.norm.weight",),
+        (HF_LAYER + "post_attention_layernorm.weight",),
+        ShardRule.REPLICATED,
+    ),
+    TensorRule(
+        (MEGATRON_LAYER + "mlp_bda.norm.weight",),
+        (HF_LAYER + "post_feedforward_layernorm.weight",),
+        ShardRule.REPLICATED,
+    ),
+)
+"""Norms of what attention and MLP add to the hidden states."""
 
 DOWN_PROJECTION = TensorRule(
     (_MLP + "linear_fc2.weight",), (_HF_MLP + "down_proj.weight",), ShardRule.ROW, layers="dense"

@@ -170,8 +170,8 @@ def _language_names(stored: Collection[str]) -> dict[str, str]:
 
 
 def _split_experts(stored: Mapping[str, TensorSpec]) -> tuple[dict[str, tuple[str, Any]], dict[str, TensorSpec]]:
-    """Each expert's part of a stack, as (name of the stack, index in it), and what all tensors are then. Experts without
-    biases go by the names of those that are stored one by one."""
+    """Each expert's part of a stack, as (name of the stack, index in it), and what all tensors are then. Experts
+    without biases go by the names of those that are stored one by one."""
     parts: dict[str, tuple[str, Any]] = {}
     specs = dict(stored)
     for name, spec in stored.items():

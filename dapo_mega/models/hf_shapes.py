@@ -29,6 +29,8 @@ def _shapes(arch: Architecture) -> Shapes:
         **_linear("score", 1, hidden),
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
+        "pre_feedforward_layernorm.weight": (hidden,),
+        "post_feedforward_layernorm.weight": (hidden,),
         **_mlp("mlp", hidden, arch.ffn_hidden_size),
     }
     if arch.latent_attention:
@@ -50,8 +52,8 @@ def _attention(arch: Architecture) -> Shapes:
         **_linear("self_attn.k_proj", keys, hidden),
         **_linear("self_attn.v_proj", keys, hidden),
         **_linear("self_attn.o_proj", hidden, queries),
-        "self_attn.q_norm.weight": (dim,),
-        "self_attn.k_norm.weight": (dim,),
+        "self_attn.q_norm.weight": (queries if arch.qk_norm_over_heads else dim,),
+        "self_attn.k_norm.weight": (keys if arch.qk_norm_over_heads else dim,),
     }
 
 

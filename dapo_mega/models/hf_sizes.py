@@ -9,15 +9,18 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.rope import rope_sizes
 
 
-def common_sizes(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def common_sizes(
+    raw: Mapping[str, Any], defaults: Mapping[str, Any], activations: Sequence[str] = ("silu", "swish")
+) -> dict[str, Any]:
     """The fields of `Architecture` that every family writes alike.
 
     `defaults` are the values that the family's configuration class in transformers has for keys left out; with
-    `partial_rotary_factor` among them the family may rotate a part of each head. Raises KeyError for a key that is
+    `partial_rotary_factor` among them the family may rotate a part of each head. `activations` are those that it may
+    have. Raises KeyError for a key that is
     missing without one, InputError naming what is not supported.
     """
     raw = {**defaults, **raw}
-    _refuse_unsupported(raw)
+    _refuse_unsupported(raw, activations)
     heads = raw["num_attention_heads"]
     return {
         "model_type": raw["model_type"],
@@ -34,7 +37,7 @@ def common_sizes(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     }
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], activations: Sequence[str]) -> None:
     """Raise InputError for a setting that changes the model's computation and that the policy does not support."""
     if raw.get("quantization_config"):
         raise InputError(
@@ -46,8 +49,10 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             raise InputError(
                 f"{key}={raw[key]} in config.json is not supported for {raw['model_type']}; take a model without it"
             )
-    if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise InputError(f"hidden_act={activation!r} is not supported for {raw['model_type']}; only 'silu' is")
+    if (activation := raw.get("hidden_act", activations[0])) not in activations:
+        raise InputError(
+            f"hidden_act={activation!r} is not supported for {raw['model_type']}; only {activations[0]!r} is"
+        )
     if others := set(raw.get("layer_types") or ()) - {"full_attention"}:
         raise InputError(
             f"layer_types {sorted(others)} are not supported for {raw['model_type']}; take a model with full_attention"

@@ -133,6 +133,21 @@ def rope_sizes(raw: Mapping[str, Any], *, may_be_partial: bool) -> dict[str, Any
     }
 
 
+def of_full_attention(raw: Mapping[str, Any], windowed_theta: float) -> tuple[dict[str, Any], float]:
+    """A `config.json` with the rotation of its layers of full attention only, and the base of those with a sliding
+    window, which is `windowed_theta` unless the file tells. These must be unscaled."""
+    records = raw.get("rope_parameters") or {}
+    windowed = records.get("sliding_attention") or {}
+    if (kind := windowed.get("rope_type", "default")) != "default":
+        raise InputError(
+            f"rope scaling of type {kind!r} in layers of sliding_attention is not supported for {raw['model_type']}; "
+            "only default is"
+        )
+    if "full_attention" in records or "sliding_attention" in records:
+        raw = {**raw, "rope_parameters": records.get("full_attention")}
+    return dict(raw), float(windowed.get("rope_theta") or windowed_theta)
+
+
 def _scaling(rope: Mapping[str, Any], raw: Mapping[str, Any], original: int) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":

@@ -227,8 +227,8 @@ class ActivationModel:
         measurement, most of it of the inverse of each chunk's matrix."""
         heads, keys, values = self._delta_heads(delta), delta.key_head_dim, delta.value_head_dim
         if not self.is_local:
-            row = (2 * keys + values) * self.element + _FLOAT + self.element + _DELTA_CHUNK * self.element
-            return self.tokens * heads * row
+            with_kernels = (2 * keys + values) * self.element + _FLOAT + self.element + _DELTA_CHUNK * self.element
+            return self.tokens * heads * with_kernels
         chunks = sum(-(-length // _DELTA_CHUNK) for length in self.shape.lengths) / self.placement.parallel.context
         row = 6.2 * keys + 3 * values + 1760 + 2.1 * keys * values / _DELTA_CHUNK
         return chunks * _DELTA_CHUNK * heads * row * _FLOAT

@@ -27,7 +27,7 @@ DENSE = tuple(name for name in FAMILY_MODELS if name not in MIXTURES)
 ALL = DENSE + MIXTURES
 # What the families' own code has no part in, test_parallel_parity.py shows of one dense model.
 DELTA = tuple(name for name in ("qwen3_next", "qwen3_5") if name in FAMILY_MODELS)
-LEARNERS = ("qwen2, tied", "qwen3_moe", "deepseek_v3", "gpt_oss", *DELTA)
+LEARNERS = ("qwen2, tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmo3", "gemma3_text", *DELTA)
 TP2 = {"tensor": 2, "sequence": True}
 
 
@@ -49,7 +49,11 @@ LAYOUTS = {
     "tp2_experts_cut": Case(2, {**TP2, "expert_tensor": 2}, tuple(name for name in MIXTURES if name not in GPT_OSS)),
     "tp2_ep2": Case(2, {**TP2, "expert": 2}, GPT_OSS),
     "pp2": Case(2, {"pipeline": 2}),
-    "cp2": Case(2, {"context": 2}, ("qwen3", "llama, all biases, tied", "mistral", "phi3", "gpt_oss", *DELTA)),
+    "cp2": Case(
+        2,
+        {"context": 2},
+        ("qwen3", "llama, all biases, tied", "mistral", "phi3", "gpt_oss", "olmo3", "gemma3_text", *DELTA),
+    ),
     "ep2": Case(2, {"expert": 2}, MIXTURES),
     "tp2_pp2": Case(4, {**TP2, "pipeline": 2}, DENSE),
     "tp2_pp2_bf16": Case(4, {**TP2, "pipeline": 2}, DENSE, "bf16"),

@@ -221,6 +221,34 @@ def make_gpt_oss_model(folder: Path, **changes: Any) -> Path:
     return save_random(GptOssConfig(**{**sizes, **special, **changes}), folder)
 
 
+def make_olmo2_model(folder: Path, **changes: Any) -> Path:
+    """OLMo-2: norms behind attention and MLP, and over all heads of q and k."""
+    from transformers import Olmo2Config
+
+    return save_random(Olmo2Config(**{**_SIZES, **changes}), folder)
+
+
+def make_olmo3_model(folder: Path, **changes: Any) -> Path:
+    """OLMo-3: three layers with a sliding window and one with YaRN."""
+    from transformers import Olmo3Config
+
+    rope = {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    return save_random(Olmo3Config(**{**_SIZES, "sliding_window": 7, "rope_parameters": rope, **changes}), folder)
+
+
+def make_gemma3_model(folder: Path, **changes: Any) -> Path:
+    """Gemma 3: norms around attention and MLP, one of four layers with full attention and frequencies of its own."""
+    from transformers import Gemma3TextConfig
+
+    rope = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    special = {"head_dim": 20, "sliding_window": 7, "layer_types": kinds, "rope_parameters": rope}
+    return save_random(Gemma3TextConfig(**{**_SIZES, **special, "query_pre_attn_scalar": 24, **changes}), folder)
+
+
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _MAGNITUDES = {"mscale": 0.8, "mscale_all_dim": 0.6}
 
@@ -276,6 +304,24 @@ FAMILY_MODELS: dict[str, Callable[[Path], Path]] = {
         num_key_value_heads=1,
         tie_word_embeddings=True,
         layer_types=["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "olmo2": make_olmo2_model,
+    "olmo2, all biases, tied, linear rope": partial(
+        make_olmo2_model,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        num_key_value_heads=4,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5},
+    ),
+    "olmo3": make_olmo3_model,
+    "gemma3_text": make_gemma3_model,
+    "gemma3_text, untied, unscaled rope": partial(
+        make_gemma3_model,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
     ),
     "phi3": make_phi3_model,
     "phi3, whole heads, a window, untied, one key head": partial(

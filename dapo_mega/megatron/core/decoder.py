@@ -33,10 +33,21 @@ class PackedStage(GPTModel):
     """A stage with the rotary frequencies of the checkpoint, which it shares between its layers. Called with `labels`,
     its last chunk returns what `head` makes of them and of hidden states; the others return hidden states."""
 
-    def __init__(self, *args: Any, inverse_frequencies: Tensor, rotary_magnitude: float = 1.0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        inverse_frequencies: Tensor,
+        rotary_magnitude: float = 1.0,
+        windowed_inverse_frequencies: Tensor | None = None,
+        embedding_scale: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
         """`inverse_frequencies` [rotated_dim / 2] are the angles per position of the rotary embedding,
-        `rotary_magnitude` is what its cosines and sines are multiplied by."""
+        `rotary_magnitude` is what its cosines and sines are multiplied by; layers with a sliding window may have
+        frequencies of their own. `embedding_scale` is what embeddings are multiplied by."""
         super().__init__(*args, **kwargs)
+        self._windowed_frequencies = windowed_inverse_frequencies
+        self._embedding_scale = embedding_scale
         self._rotary_magnitude = rotary_magnitude
         if not self.config.multi_latent_attention:
             # Not a buffer, so that it stays in float32 when the model is cast.
@@ -60,13 +71,18 @@ class PackedStage(GPTModel):
         """Compute cosines and sines once for all layers; our own attention applies them to queries and keys. Megatron's
         layers do so for latent attention."""
         prepared = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self._embedding_scale != 1.0 and self.pre_process:
+            prepared = (prepared[0] * prepared[0].new_tensor(self._embedding_scale), *prepared[1:])
         if self.config.multi_latent_attention:
             return prepared
         if not isinstance(packed_seq_params, PackedSegments) or not packed_seq_params.plans_attention:
             return prepared
         angles = prepared[1][:, 0, 0].chunk(2, dim=-1)[0][kwargs["position_ids"][0]]
         cosines, sines = (part[:, None] * self._rotary_magnitude for part in (angles.cos(), angles.sin()))
-        packed_seq_params.rotary = (cosines, sines)
+        packed_seq_params.rotary = packed_seq_params.windowed_rotary = (cosines, sines)
+        if self._windowed_frequencies is not None:
+            angles = kwargs["position_ids"][0][:, None] * self._windowed_frequencies.to(angles)
+            packed_seq_params.windowed_rotary = (angles.cos()[:, None], angles.sin()[:, None])
         return (prepared[0], None, *prepared[2:])
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Any, **_: Any) -> Tensor:  # type: ignore[override]
@@ -95,6 +111,8 @@ def build_chunks(
             rotary_base=arch.rope_theta,
             inverse_frequencies=arch.inverse_frequencies,
             rotary_magnitude=arch.rotary_magnitude,
+            windowed_inverse_frequencies=arch.windowed_inverse_frequencies,
+            embedding_scale=arch.embedding_scale,
             vp_stage=vp_stage,
         )
         stage.to(accelerator.device())

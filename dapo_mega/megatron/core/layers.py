@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -28,7 +29,7 @@ from torch import Tensor
 from dapo_mega.config import ModelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.core.local_layers import RMSNorm, SwiGLU
+from dapo_mega.megatron.core.local_layers import HeadsNorm, NormedAddition, RMSNorm, SwiGLU
 from dapo_mega.megatron.core.packed_attention import PackedAttention
 from dapo_mega.megatron.core.repairs.since_0_17.latent_attention import know_local_linear
 from dapo_mega.megatron.core.repairs.since_0_19.latent_attention import keep_layers_of_spec
@@ -68,6 +69,7 @@ def block_spec(
         if has_experts and arch.experts and arch.experts.groups and arch.experts.groups.ranked_by == "best":
             _parts(layer.submodules.mlp).router = BestExpertGroupRouter
         _add_biases(layer, arch)
+        _place_norms(layer, arch, config)
         if has_delta:
             _use_delta(layer, config, transformer_engine)
     return TransformerBlockSubmodules(
@@ -107,6 +109,19 @@ def _use_delta(layer: ModuleSpec, config: TransformerConfig, transformer_engine:
         config, backend.column_parallel_linear(), norm, backend.row_parallel_linear()
     )
     layer.submodules.sharded_state_dict_keys_map.pop("input_layernorm.", None)
+
+
+def _place_norms(layer: ModuleSpec, arch: Architecture, config: TransformerConfig) -> None:
+    """Norms behind attention and MLP, and those over all heads of queries and keys."""
+    parts = layer.submodules
+    if arch.norms == "behind":
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    if arch.norms != "before":
+        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormedAddition, params={"config": config})
+    if arch.qk_norm_over_heads:
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = ModuleSpec(HeadsNorm, params={"num_heads": arch.num_attention_heads})
+        attention.k_layernorm = ModuleSpec(HeadsNorm, params={"num_heads": arch.num_query_groups})
 
 
 def _biased(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:

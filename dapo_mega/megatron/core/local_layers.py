@@ -3,13 +3,17 @@ autograd's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 
 class RMSNorm(torch.nn.Module):
@@ -29,6 +33,54 @@ class RMSNorm(torch.nn.Module):
             return _RMSNorm.apply(hidden.float(), 1 + self.weight.float(), self.eps).to(hidden.dtype)  # type: ignore[no-any-return]
         normed: Tensor = _RMSNorm.apply(hidden, self.weight, self.eps)
         return normed
+
+
+class HeadsNorm(torch.nn.Module):
+    """Root-mean-square norm over all heads of all tensor-parallel processes together, each with its heads' weights."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, num_heads: int, eps: float = 1e-6) -> None:
+        """`num_heads` of size `hidden_size` in all processes together."""
+        super().__init__()
+        self.size, self.eps = num_heads * hidden_size, eps
+        width = self.size // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype))
+        self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """[..., heads of this process, head_dim], computed in float32."""
+        wide = heads.flatten(-2).float()
+        squares = wide.square().sum(-1, keepdim=True)
+        if len(self.weight) < self.size:
+            squares = all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
+        normed = wide * (squares / self.size + self.eps).rsqrt()
+        return (self.weight * normed.to(heads.dtype)).view(heads.shape)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The weights, cut over tensor-parallel processes."""
+        stored: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
+        )
+        return stored
+
+
+class NormedAddition(torch.nn.Module):
+    """Stands where Megatron adds the output of attention or MLP to the hidden states: adds its norm."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """A function of (output, bias), hidden states and dropout, as Megatron calls it; there is no dropout."""
+
+        def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            normed: Tensor = self.norm(output if bias is None else output + bias)
+            return residual + normed
+
+        return add
 
 
 class _RMSNorm(torch.autograd.Function):

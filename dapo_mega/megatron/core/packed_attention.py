@@ -33,6 +33,8 @@ class PackedSegments(PackedSeqParams):
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [T, 1, r / 2] of this rank's tokens, for the first r dimensions of each head; None if queries
     and keys are rotated already."""
+    windowed_rotary: tuple[Tensor, Tensor] | None = None
+    """The same of layers with a sliding window."""
     buckets: tuple[tuple[int, int], ...] = ()
     """Shapes [n, L] of blocks of segments of similar length, right-padded."""
     token_of_slot: Tensor | None = None
@@ -157,8 +159,9 @@ class PackedAttention(torch.nn.Module):
         if query.device.type == "cpu":
             # The CPU kernel is three to six times as slow in bfloat16 on sequences of some hundred tokens.
             query, key, value = query.float(), key.float(), value.float()
-        if packed_seq_params.rotary is not None and self.rotates:
-            query, key = (_Rotate.apply(tensor, *packed_seq_params.rotary) for tensor in (query, key))
+        rotary = packed_seq_params.windowed_rotary if self.window else packed_seq_params.rotary
+        if rotary is not None and self.rotates:
+            query, key = (_Rotate.apply(tensor, *rotary) for tensor in (query, key))
         # torch's fused kernels need equal head sizes, so pad the values with zeros and cut the output.
         missing = query.shape[-1] - value.shape[-1]
         attend = self._attend_blocks if packed_seq_params.key_order is None else self._attend_pieces

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from dapo_mega.megatron.core.layers import has_all_biases, uses_transformer_engi
 from dapo_mega.models import Architecture
 from dapo_mega.models.rope import YarnScaling
 
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
 
 def transformer_config(
     arch: Architecture, model: ModelConfig, parallel: ParallelConfig, compute: ComputeConfig
@@ -29,6 +32,10 @@ def transformer_config(
         raise InputError(
             f"{what} under parallel.context={parallel.context} is not supported by Transformer Engine's ring "
             "attention; set parallel.context=1"
+        )
+    if arch.needs_local_layers and uses_transformer_engine(model):
+        raise InputError(
+            f"{arch.model_type} is not supported on Transformer Engine's layers; set model.layer_implementation=local"
         )
     if model.dtype == "fp32" and parallel.context > 1 and uses_transformer_engine(model):
         raise InputError(
@@ -46,6 +53,7 @@ def transformer_config(
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_epsilon,
+        layernorm_zero_centered_gamma=arch.zero_centred_norms,
         gated_linear_unit=True,
         # One switch for all layers, routers included; where only some have biases, specs add them.
         add_bias_linear=has_all_biases(arch),
@@ -60,9 +68,9 @@ def transformer_config(
         no_rope_freq=[int(layer in arch.unrotated_layers) for layer in range(arch.num_layers)]
         if arch.unrotated_layers
         else None,
-        layernorm_zero_centered_gamma=arch.zero_centred_norms,
         attention_output_gate=arch.output_gate,
-        qk_layernorm=arch.qk_norm or arch.latent_attention is not None,
+        # Megatron sums the gradients of such norms over tensor-parallel processes, which here have their own heads.
+        qk_layernorm=(arch.qk_norm and not arch.qk_norm_over_heads) or arch.latent_attention is not None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -118,9 +126,11 @@ def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
     return {
         "use_cpu_initialization": not on_gpu,
         # Fusions are CUDA kernels, or torch.compile, which costs minutes on a CPU.
-        "bias_activation_fusion": on_gpu,
+        "bias_activation_fusion": on_gpu and arch.activation == "silu",
         # Makes Megatron take the activation from the layer spec: on the CPU our own SwiGLU.
-        "use_te_activation_func": not on_gpu and not (arch.experts and arch.experts.swiglu_limit),
+        "use_te_activation_func": not on_gpu
+        and arch.activation == "silu"
+        and not (arch.experts and arch.experts.swiglu_limit),
         "masked_softmax_fusion": False,
         # Megatron's grouped experts refuse it beside biases of theirs.
         "bias_dropout_fusion": on_gpu and not has_all_biases(arch),
@@ -136,7 +146,10 @@ def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
 
 def _expert_settings(arch: Architecture, model: ModelConfig, compute: ComputeConfig) -> dict[str, Any]:
     # Megatron checks the dispatcher against variable lengths for dense models too.
-    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall", "activation_func": F.silu}
+    settings: dict[str, Any] = {
+        "moe_token_dispatcher_type": "alltoall",
+        "activation_func": _ACTIVATIONS[arch.activation],
+    }
     if arch.experts is None:
         return settings
     experts, moe = arch.experts, compute.moe
