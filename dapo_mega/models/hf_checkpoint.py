@@ -320,8 +320,8 @@ def _check_dtypes(source: TensorSource, names: set[str]) -> None:
         return
     if unscaled := {f"{name}{_SCALES}" for name, dtype in wrong.items() if dtype is torch.float8_e4m3fn}:
         raise InputError(
-            f"{source.path} lacks {_listed(unscaled)}, the scales of FP8 weights; copy the checkpoint again, or convert "
-            f"it to bfloat16 first"
+            f"{source.path} lacks {_listed(unscaled)}, the scales of FP8 weights; copy the checkpoint again, or "
+            f"convert it to bfloat16 first"
         )
     quantised = any(dtype.itemsize == 1 for dtype in wrong.values())
     raise InputError(
