@@ -19,6 +19,7 @@ from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.conversion.convert import Checkpoint
+from dapo_mega.errors import InputError
 from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.megatron_policy import ScoringModel
 from dapo_mega.megatron.processes import start_processes, stop_processes
@@ -145,7 +146,10 @@ def _folder_with_config(checkpoint: Checkpoint) -> Iterator[Path]:
 
 def _transformers_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> Tensor:
     transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except ImportError as error:  # Such as FP8 weights without the package accelerate.
+        raise InputError(f"{folder}: transformers cannot load it ({error}); compare with --tensors-only") from error
     with torch.no_grad():
         return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
 

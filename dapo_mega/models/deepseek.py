@@ -87,10 +87,6 @@ def _yarn_weights(raw: Mapping[str, Any], scaling: RopeScaling | None) -> tuple[
 
 def _check(raw: Mapping[str, Any]) -> None:
     family = raw["model_type"]
-    if raw.get("quantization_config"):
-        raise InputError(
-            f"{family} with a quantization_config is not supported; convert the checkpoint to bf16 without it first"
-        )
     if raw.get("attention_bias") or raw.get("mlp_bias"):
         raise InputError(f"{family} with attention_bias=true or mlp_bias=true is not supported")
     if raw.get("moe_layer_freq", 1) != 1:

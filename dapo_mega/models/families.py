@@ -212,8 +212,9 @@ def language_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """`language_config` of the checkpoint in a folder."""
-    return language_config(read_json_object(folder / "config.json"))
+    """`language_config` of the checkpoint in a folder, whose FP8 weights are read as bf16."""
+    config = language_config(read_json_object(folder / "config.json"))
+    return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 def load_architecture(path: Path) -> tuple[ModelFamily, Architecture]:

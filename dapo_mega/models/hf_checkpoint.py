@@ -45,6 +45,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+# Beside each FP8 weight the scales of its blocks, under its name and this.
+_SCALES, _BLOCK = "_scale_inv", 128
 _WEIGHT_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 # Written by old versions of transformers, never read.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -99,7 +101,8 @@ class HfCheckpoint:
 
     A tensor is a view of its file, which stays mapped as long as the tensor lives: of one that is cut, only the part
     that is used is read from disk. Of a vision model only the language model's tensors are listed, under the names that
-    they have in a checkpoint of their own; of stacked experts each expert's part, dequantized if it is in MXFP4.
+    they have in a checkpoint of their own; of stacked experts each expert's part, dequantized if it is in MXFP4. FP8
+    weights with scales of their blocks are listed and read as bf16.
     """
 
     def __init__(self, path: Path, only_file: str | None = None) -> None:
@@ -113,6 +116,16 @@ class HfCheckpoint:
         self._files = {name: places[stored] for name, stored in self._stored.items()}
         stored = {name: held[file][self._stored[name]] for name, file in self._files.items()}
         self._parts, self._specs = _split_experts(stored)
+        fp8 = [name for name, spec in self._specs.items() if spec.dtype is torch.float8_e4m3fn]
+        self._scaled = {name for name in fp8 if name + _SCALES in self._specs}
+        for name in self._scaled:
+            shape, scales = self._specs[name].shape, self._specs.pop(name + _SCALES).shape
+            if scales != tuple(-(-size // _BLOCK) for size in shape) or len(shape) != 2:
+                raise InputError(
+                    f"{path} has scales {scales} for the FP8 weight {name} {shape}; only one for each block of "
+                    f"{_BLOCK} x {_BLOCK} is read: convert the checkpoint to bfloat16 first"
+                )
+            self._specs[name] = TensorSpec(shape, torch.bfloat16)
         self.num_left_out = len(places) - len(self._files)
         wrong = [name for name, file in listed.items() if places.get(name) != file]
         if wrong:
@@ -133,9 +146,9 @@ class HfCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         self._check_present(name)
-        if name not in self._parts:
-            return self._read(name, ...)
-        stack, index = self._parts[name]
+        if name in self._scaled:
+            return _dequantised(self._read(name, ...), self._read(name + _SCALES, ...))
+        stack, index = self._parts.get(name, (name, ...))
         if not stack.endswith(BLOCKS):
             return self._read(stack, index)
         return dequantized(self._read(stack, index), self._read(stack.removesuffix(BLOCKS) + SCALES, index))
@@ -153,6 +166,15 @@ class HfCheckpoint:
     def _check_present(self, name: str) -> None:
         if name not in self._specs:
             raise InputError(f"{self.path} lacks the tensor {name!r}; is it a checkpoint of another model?")
+
+
+def _dequantised(weight: Tensor, scales: Tensor) -> Tensor:
+    """FP8 `weight` [rows, columns] times the float32 scale of each block, in bf16: as DeepSeek-V3's published
+    `inference/fp8_cast_bf16.py` computes it."""
+    scales = scales.float()
+    for axis in (0, 1):
+        scales = scales.repeat_interleave(_BLOCK, axis).narrow(axis, 0, weight.shape[axis])
+    return (weight.float() * scales).to(torch.bfloat16)
 
 
 def _language_names(stored: Collection[str]) -> dict[str, str]:
@@ -339,6 +361,11 @@ def _check_dtypes(source: TensorSource, names: set[str]) -> None:
     wrong = {name: spec.dtype for name in names if (spec := source.spec(name)).dtype not in _WEIGHT_DTYPES}
     if not wrong:
         return
+    if unscaled := {f"{name}{_SCALES}" for name, dtype in wrong.items() if dtype is torch.float8_e4m3fn}:
+        raise InputError(
+            f"{source.path} lacks {_listed(unscaled)}, the scales of FP8 weights; copy the checkpoint again, or "
+            f"convert it to bfloat16 first"
+        )
     quantised = any(dtype.itemsize == 1 for dtype in wrong.values())
     raise InputError(
         f"{source.path} has the unsupported dtypes {_listed([f'{name} {dtype}' for name, dtype in wrong.items()])}: "

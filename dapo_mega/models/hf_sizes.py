@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from dapo_mega.errors import InputError
 from dapo_mega.models.rope import rope_sizes
@@ -37,12 +37,17 @@ def common_sizes(
     }
 
 
+_FP8_BLOCKS: Final = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+"""The quantised weights that `HfCheckpoint` reads: those of DeepSeek's originals."""
+
+
 def _refuse_unsupported(raw: Mapping[str, Any], activations: Sequence[str]) -> None:
     """Raise InputError for a setting that changes the model's computation and that the policy does not support."""
-    if raw.get("quantization_config"):
+    quantization = raw.get("quantization_config") or _FP8_BLOCKS
+    if not isinstance(quantization, dict) or any(quantization.get(key) != value for key, value in _FP8_BLOCKS.items()):
         raise InputError(
-            f"the {raw['model_type']} checkpoint has a quantization_config and only unquantized weights are trained; "
-            "take it in bf16 or float32"
+            f"the {raw['model_type']} checkpoint has the quantization_config {quantization}; only weights in bf16, "
+            f"float32 or FP8 with {_FP8_BLOCKS} are read: take one of these"
         )
     for key in ("use_sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
         if raw.get(key):

@@ -8,9 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dapo_mega.config import ParallelConfig
+from dapo_mega.conversion.convert import open_checkpoint, to_hf, to_megatron
+from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
 from dapo_mega.models import load_architecture
 from dapo_mega.models.hf_checkpoint import INDEX_FILE, HfCheckpoint, check_source
+from dapo_mega.weight_sync.fp8 import quantise
 from tests.distributed.tiny import FAMILY_MODELS, VOCAB_SIZE, make_model
 
 
@@ -82,14 +86,49 @@ def test_integers_are_no_weights(model):
 def test_quantised_and_wide_weights_are_told_from_those_of_another_model(model):
     name = "model.layers.1.self_attn.k_proj.weight"
     held = load_file(model / "model.safetensors")
-    quantised = {name: held[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1)}
-    save_file({**held, **quantised}, model / "model.safetensors")
-    with pytest.raises(InputError, match=r"k_proj\.weight torch\.float8_e4m3fn: .*convert .* to bfloat16") as refused:
-        check(model)
-    assert "different models" not in str(refused.value)
+    for quantised, message in (
+        ({name: held[name].to(torch.float8_e5m2)}, r"k_proj\.weight torch\.float8_e5m2: .*convert .* to bfloat16"),
+        ({name: held[name].to(torch.float8_e4m3fn)}, r"lacks .*k_proj\.weight_scale_inv, the scales of FP8 weights"),
+        (
+            {name: held[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1)},
+            r"scales \(1,\) for the FP8 weight .*k_proj\.weight \(24, 48\); only one for each block of 128 x 128",
+        ),
+    ):
+        save_file({**held, **quantised}, model / "model.safetensors")
+        with pytest.raises(InputError, match=message) as refused:
+            check(model)
+        assert "different models" not in str(refused.value)
     save_file({name: tensor.double() for name, tensor in held.items()}, model / "model.safetensors")
     with pytest.raises(InputError, match=r"float64 and \d+ more: save the model in float32, float16 or bfloat16"):
         check(model)
+
+
+def test_weights_in_fp8_blocks_are_read_converted_and_served_as_the_bf16_that_they_stand_for(tmp_path):
+    original = FAMILY_MODELS["deepseek_v3"](tmp_path / "fp8", hidden_size=160, intermediate_size=272)
+    stored, expected = {}, {}
+    for name, tensor in load_file(original / "model.safetensors").items():
+        stored[name] = expected[name] = tensor if name.endswith("bias") else tensor.bfloat16()
+        if "_proj" not in name or name.endswith("norm.weight"):
+            continue
+        stored[name], stored[f"{name}_scale_inv"] = quantise(tensor)
+        expected[name] = torch.empty_like(tensor, dtype=torch.bfloat16)
+        for row, scales in zip(range(0, tensor.shape[0], 128), stored[f"{name}_scale_inv"], strict=True):
+            for column, scale in zip(range(0, tensor.shape[1], 128), scales, strict=True):
+                block = (slice(row, row + 128), slice(column, column + 128))
+                expected[name][block] = (stored[name][block].float() * scale).bfloat16()
+    save_file(stored, original / "model.safetensors")
+    set_config(original, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]})
+    check(original)
+    engine = EmbeddedEngine(original, torch.bfloat16)
+    engine.load_weights([[(name, HfCheckpoint(original).tensor(name)) for name in expected]], version=0)
+    to_megatron(open_checkpoint(original), tmp_path / "megatron", ParallelConfig(), 1 << 30)
+    to_hf(open_checkpoint(tmp_path / "megatron"), tmp_path / "back", 1 << 30)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(back[name], tensor)] == []
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
 
 
 def test_more_layers_and_experts_than_could_be_listed_are_refused_at_once(tmp_path):

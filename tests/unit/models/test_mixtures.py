@@ -108,7 +108,11 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*convert.* to bf16"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config.*'fp8'.*take one of these",
+        ),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias=true"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported; only 1e-06 is"),
