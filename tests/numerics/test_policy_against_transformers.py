@@ -1,11 +1,15 @@
 """The Megatron policy computes what transformers computes, and the engine is told when it does not (property 7)."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import dapo_mega
 from dapo_mega.batching import microbatch
 from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
@@ -146,6 +150,26 @@ def test_an_update_that_scores_itself_equals_one_after_scoring(tmp_path, process
     updated = (dict(pair for bucket in policy.weights(1 << 20) for pair in bucket) for policy in (once, twice))
     for mine, reference in zip(*(weights.values() for weights in updated), strict=True):
         torch.testing.assert_close(mine, reference)
+
+
+def test_few_functions_are_between_a_parameter_and_an_engine(checkpoints, processes):
+    """Of an update after the first, as engines/README.md counts them."""
+    policy, engine = make_policy(checkpoints["llama"], processes), EmbeddedEngine(checkpoints["llama"], torch.float32)
+    called, package = set(), str(Path(dapo_mega.__file__).parent)
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(package) and not code.co_name.startswith("<"):
+            called.add((code.co_filename, code.co_qualname))
+
+    for version in range(2):
+        sys.setprofile(note if version else None)
+        try:
+            engine.load_weights(policy.weights(1 << 12), version)
+        finally:
+            sys.setprofile(None)
+    assert 10 < len(called) <= 24, sorted(called)
+    assert len({file for file, _ in called}) <= 8
 
 
 @pytest.mark.parametrize("kind", FAMILY_MODELS)

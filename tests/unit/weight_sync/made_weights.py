@@ -50,6 +50,24 @@ class SlowlyChanging(OneSenderPerStage):
         yield WeightBucket(0, (spec,), iter(self.tensors.values()), is_last=True)
 
 
+class WithAdapters:
+    """What never changes, and what does."""
+
+    def __init__(self):
+        self.base, self.adapters = Policy().advance(), SlowlyChanging()
+
+    def advance(self):
+        self.adapters.advance()
+        return self
+
+    @property
+    def tensors(self):
+        return {**self.base.tensors, **self.adapters.tensors}
+
+    def selected(self, selection):
+        return {"base": self.base, "adapters": self.adapters}[selection]
+
+
 def holders(fleet, policy):
     """URLs of the engines whose weights are exactly the policy's."""
 

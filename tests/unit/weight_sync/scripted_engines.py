@@ -19,6 +19,7 @@ from dapo_mega.distributed.stores import connect_store
 from dapo_mega.engines.sglang.engine_client import EngineDisconnected, EngineError, EngineRefused, EngineTimeout
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.weight_protocol import (
+    ADAPTER,
     PlanFormat,
     PlannedBucket,
     UpdatePlan,
@@ -134,6 +135,10 @@ class ScriptedEngine:
         if self.refuses_what_came:
             self.refuses_what_came = False
             raise EngineRefused(self.url, 400, "not all weights came")
+
+    async def add_adapter(self, name, config, tp_size):
+        await self._meet("adapter")
+        assert (name, tp_size) == (ADAPTER, self.tp_size)
 
     async def init_weights_update_group(self, *, address, port, rank_offset, world_size, name, backend):
         await self._meet("init")

@@ -16,7 +16,7 @@ from dapo_mega.weight_sync.broadcast import BroadcastSender, _have_succeeded
 from dapo_mega.weight_sync.engine_groups import join_group
 from dapo_mega.weight_sync.shared_memory import SharedMemorySender
 
-from .made_weights import TIMEOUT_S, URLS, Policy, SlowlyChanging, holders
+from .made_weights import TIMEOUT_S, URLS, Policy, SlowlyChanging, WithAdapters, holders
 from .pushing import Pushing
 from .scripted_engines import ScriptedEngine
 
@@ -76,6 +76,33 @@ def test_an_engine_with_the_plugin_gets_the_plan_once_and_then_one_call_per_upda
     sync.push(policy.advance(), 3)
     assert holders(fleet, policy) == URLS
     assert engine.plan_calls[-1].text
+
+
+def test_engines_that_join_get_the_base_and_all_get_adapters(sync, fleet):
+    fleet.without_plugin = set()
+    sync._sync._adapter = {"r": 4}
+    first, second, third = fleet.engines.values()
+    policy = WithAdapters()
+    num_bytes = 2 * 100 * 30
+    base = [("update", 1), ("update", 2), ("update", 3), "end", "adapter"]
+    adapters = ["begin", ("update", 1), "end"]
+    assert sync.push(policy.advance(), 1)["weight_sync/bytes"] == NUM_BYTES + num_bytes
+    assert first.calls == ["begin", "init", *base, *adapters]
+    assert sync.push(policy.advance(), 2)["weight_sync/bytes"] == num_bytes
+    for url in URLS[1:]:
+        fleet.failed(url, "too slow")
+    fleet.return_all()
+    third.faults = {("update", 2): "die"}  # Of the base.
+    for engine in (first, second, third):
+        engine.calls.clear()
+        engine.weights.pop("w")
+    assert sync.push(policy.advance(), 3)["weight_sync/engines_failed"] == 1
+    assert (first.calls, second.calls) == (adapters, ["begin", "destroy", "init", *base, *adapters])
+    assert holders(fleet, policy) == URLS[:2]
+    assert fleet.synced_versions == {URLS[0]: 3, URLS[1]: 3, URLS[2]: 2}
+    fleet.return_all()
+    assert sync.push_to_outdated(policy, 3)["weight_sync/bytes"] == NUM_BYTES + num_bytes
+    assert holders(fleet, policy) == URLS
 
 
 def test_an_engine_that_is_silent_is_found_and_the_others_are_updated(processes, fleet):
