@@ -230,8 +230,8 @@ class ActivationModel:
             with_kernels = (2 * keys + values) * self.element + _FLOAT + self.element + _DELTA_CHUNK * self.element
             return self.tokens * heads * with_kernels
         chunks = sum(-(-length // _DELTA_CHUNK) for length in self.shape.lengths) / self.placement.parallel.context
-        row = 6.2 * keys + 3 * values + 1760 + 2.1 * keys * values / _DELTA_CHUNK
-        return chunks * _DELTA_CHUNK * heads * row * _FLOAT
+        row_floats = 6.2 * keys + 3 * values + 1760 + 2.1 * keys * values / _DELTA_CHUNK
+        return chunks * _DELTA_CHUNK * heads * row_floats * _FLOAT
 
     def _around_delta(self, delta: GatedDelta) -> float:
         """The convolution's input and output, keys and queries before their norm, decays, the norm behind the rule,

@@ -176,7 +176,7 @@ def make_smollm3_model(folder: Path, **changes: Any) -> Path:
     return save_random(SmolLM3Config(**{**_SIZES, "no_rope_layers": [1, 0, 1, 0], **changes}), folder)
 
 
-_DELTA_SIZES = {
+DELTA_SIZES = {
     **_SIZES,
     "head_dim": 16,
     "linear_key_head_dim": 8,
@@ -194,7 +194,7 @@ def make_qwen3_next_model(folder: Path, **changes: Any) -> Path:
     """Qwen3-Next: three gated delta layers and one of gated attention, a shared expert beside four others."""
     from transformers import Qwen3NextConfig
 
-    return save_random(Qwen3NextConfig(**{**_DELTA_SIZES, **changes}), folder, scale=0.08)
+    return save_random(Qwen3NextConfig(**{**DELTA_SIZES, **changes}), folder, scale=0.08)
 
 
 def make_qwen3_5_model(folder: Path, **changes: Any) -> Path:
@@ -202,14 +202,14 @@ def make_qwen3_5_model(folder: Path, **changes: Any) -> Path:
     from transformers import Qwen3_5TextConfig
 
     kinds = ["linear_attention", "full_attention"] * 2
-    return save_random(Qwen3_5TextConfig(**{**_DELTA_SIZES, "layer_types": kinds, **changes}), folder, scale=0.08)
+    return save_random(Qwen3_5TextConfig(**{**DELTA_SIZES, "layer_types": kinds, **changes}), folder, scale=0.08)
 
 
 def make_qwen3_5_moe_model(folder: Path, **changes: Any) -> Path:
     """Qwen3.5's mixture of experts."""
     from transformers import Qwen3_5MoeTextConfig
 
-    return save_random(Qwen3_5MoeTextConfig(**{**_DELTA_SIZES, **changes}), folder, scale=0.08)
+    return save_random(Qwen3_5MoeTextConfig(**{**DELTA_SIZES, **changes}), folder, scale=0.08)
 
 
 def make_gpt_oss_model(folder: Path, **changes: Any) -> Path:

@@ -1,6 +1,7 @@
 """The language model in a vision model's folder computes what the vision model does of text, and is exported alone."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import (
     AutoModelForImageTextToText,
     Mistral3Config,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
 )
 
@@ -22,7 +25,7 @@ from dapo_mega.engines.sglang.engine_model import model_difference
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.models import load_architecture
-from tests.distributed.tiny import VOCAB_SIZE, make_samples, prompt_length
+from tests.distributed.tiny import DELTA_SIZES, VOCAB_SIZE, has_delta, make_samples, prompt_length
 from tests.numerics.closeness import assert_alike
 
 TEXT = {
@@ -61,7 +64,16 @@ def mistral():
     return Mistral3Config(text_config=text, vision_config=vision, image_token_index=61, tie_word_embeddings=False)
 
 
+def qwen3_5(config=Qwen3_5Config):
+    sizes = {name: size for name, size in DELTA_SIZES.items() if name not in TEXT}
+    rope = {**MROPE, "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+    text = {**TEXT, **sizes, "rope_parameters": rope, "layer_types": ["full_attention", "linear_attention"]}
+    return config(text_config=text, vision_config={**VISION, "num_position_embeddings": 16}, **TOKENS)
+
+
 CONFIGS = {"qwen2": qwen2_5, "qwen3": qwen3, "mistral": mistral}
+if has_delta():
+    CONFIGS |= {"qwen3_5_text": qwen3_5, "qwen3_5_moe_text": partial(qwen3_5, Qwen3_5MoeConfig)}
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +132,7 @@ def test_text_is_scored_as_by_the_vision_model_and_exported_alone(tmp_path, capl
     EmbeddedEngine(tmp_path / "vision").load_weights(policy.weights(1 << 14), 0)
     save_hf_checkpoint(policy, tmp_path / "export")
     alone = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
-    assert type(alone).__name__.lower() == f"{family}forcausallm"
+    assert type(alone).__name__ == f"{policy.family.class_name}ForCausalLM"
     assert_alike(logprobs_of(alone, samples), expected)
     assert load_architecture(tmp_path / "export")[1] == policy.arch
     assert "start it with --model FOLDER, an export" in model_difference(config.to_dict(), policy.arch)

@@ -15,12 +15,21 @@ from dapo_mega.batching.samples import flatten, single_turn
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
+from dapo_mega.errors import InputError
 from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import PolicyGradient, SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.types import GenerationRequest, SamplingParams
-from tests.distributed.tiny import FAMILY_MODELS, VOCAB_SIZE, make_model, make_samples, prompt_length
+from tests.distributed.tiny import (
+    DELTA_MODELS,
+    FAMILY_MODELS,
+    VOCAB_SIZE,
+    has_delta,
+    make_model,
+    make_samples,
+    prompt_length,
+)
 from tests.numerics.closeness import assert_alike, on_this_device
 
 
@@ -75,6 +84,12 @@ def test_packed_and_single_logprobs_equal_those_of_transformers(checkpoints, pro
         expected = transformers_logprobs(model, samples, 0.7)
     assert_alike(packed, expected)
     assert_alike(single, expected)
+
+
+@pytest.mark.skipif(has_delta(), reason="this Megatron-Core has gated delta layers for packed sequences")
+def test_a_megatron_without_packed_gated_delta_layers_is_told_from_one_with_them(tmp_path, processes):
+    with pytest.raises(InputError, match="gated delta layers do not take packed sequences"):
+        make_policy(DELTA_MODELS["qwen3_5"](tmp_path), processes)
 
 
 @pytest.mark.parametrize("kind", FAMILY_MODELS)

@@ -15,7 +15,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.models import load_architecture
 from dapo_mega.models.hf_checkpoint import INDEX_FILE, HfCheckpoint, check_source
 from dapo_mega.weight_sync.fp8 import quantise
-from tests.distributed.tiny import FAMILY_MODELS, VOCAB_SIZE, make_model
+from tests.distributed.tiny import DELTA_MODELS, FAMILY_MODELS, VOCAB_SIZE, make_model
 
 
 @pytest.fixture
@@ -43,6 +43,29 @@ def set_config(path, **values):
 @pytest.mark.parametrize("name", FAMILY_MODELS)
 def test_the_shapes_of_every_family_are_those_that_transformers_writes(tmp_path, name):
     check(FAMILY_MODELS[name](tmp_path / "model"))
+
+
+def test_experts_that_are_stored_together_are_read_as_single_ones(tmp_path):
+    model = FAMILY_MODELS["qwen3_moe"](tmp_path / "model")
+    single = load_file(model / "model.safetensors")
+    fused, prefix = {k: v for k, v in single.items() if ".experts." not in k}, "model.layers.{}.mlp.experts."
+    for layer in map(prefix.format, range(4)):
+        of_all = [[single[f"{layer}{e}.{part}_proj.weight"] for e in range(4)] for part in ("gate", "up", "down")]
+        gate, up, down = map(torch.stack, of_all)
+        fused |= {f"{layer}gate_up_proj": torch.cat([gate, up], 1), f"{layer}down_proj": down}
+    save_file(fused, model / "model.safetensors")
+    checkpoint = HfCheckpoint(model)
+    check_source(checkpoint, *load_architecture(model))
+    assert checkpoint.names() == single.keys()
+    assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in single.items())
+
+
+def test_layers_of_multi_token_prediction_are_left_out_with_a_warning(tmp_path, caplog):
+    model = DELTA_MODELS["qwen3_next"](tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    save_file({**tensors, "mtp.fc.weight": torch.zeros(48, 96)}, model / "model.safetensors")
+    check_source(HfCheckpoint(model), *load_architecture(model))
+    assert "1 tensors of layers beyond num_hidden_layers=4 (multi-token prediction) are left out" in caplog.text
 
 
 def test_a_missing_and_an_additional_tensor_are_named_together(model):
