@@ -92,8 +92,8 @@ def check_values(raw: Mapping[str, Any]) -> None:
             raise InputError(f"{key}={_shown(found)} is no list of {kind.__name__}; correct it")
     for record in ("rope_scaling", "rope_parameters"):
         _check_rope(record, raw.get(record))
-    for kind in ("full_attention", "sliding_attention"):
-        _check_rope(f"rope_parameters.{kind}", (raw.get("rope_parameters") or {}).get(kind))
+    for layers in ("full_attention", "sliding_attention"):
+        _check_rope(f"rope_parameters.{layers}", (raw.get("rope_parameters") or {}).get(layers))
 
 
 def _check_rope(record: str, rope: Any) -> None:

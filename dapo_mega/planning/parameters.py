@@ -134,7 +134,8 @@ def _adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[tuple[
 def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
     """Elements of each parameter of a chunk on one process, experts left out."""
     arch = placement.arch
-    attention = [arch.hidden_size, arch.hidden_size, *attention_matrices(placement), *_attention_vectors(placement)]
+    norms = [arch.hidden_size] * _num_norms(arch)
+    attention = [*norms, *attention_matrices(placement), *_attention_vectors(placement)]
     mlp, routing = _mlp_numels(placement), _routing_numels(placement, arch.experts) if arch.experts else []
     numels: list[int] = []
     for layer in chunk.layers:
@@ -149,6 +150,11 @@ def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
         elif not (arch.tied_embeddings and chunk.is_first):  # Tied weights of two stages are two copies.
             numels.append(embedding)
     return numels
+
+
+def _num_norms(arch: Architecture) -> int:
+    """Norms of a layer around attention and MLP."""
+    return 4 if arch.norms == "around" else 2
 
 
 def attention_matrices(placement: RankLayout) -> list[int]:
@@ -176,7 +182,8 @@ def _attention_vectors(placement: RankLayout) -> list[int]:
     if arch.qkv_bias:
         vectors.append(placement.projection_rows)
     if arch.qk_norm:
-        vectors += [arch.head_dim, arch.head_dim]
+        heads = (placement.query_heads, placement.key_heads) if arch.qk_norm_over_heads else (1, 1)
+        vectors += [arch.head_dim * number for number in heads]
     if arch.output_bias:
         vectors.append(arch.hidden_size)
     if arch.attention_sinks:
@@ -214,7 +221,7 @@ def expert_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
 def linear_elements(placement: RankLayout, layer: int) -> int:
     """Elements of the weights of a transformer layer's linear layers, which FP8 applies to."""
     arch, chunk = placement.arch, Chunk(layer, 1, is_first=False, is_last=False)
-    vectors = 2 * arch.hidden_size
+    vectors = _num_norms(arch) * arch.hidden_size
     if arch.experts and arch.has_experts(layer):
         vectors += (arch.experts.number + arch.experts.gates_shared) * arch.hidden_size
     return sum(dense_numels(placement, chunk)) - vectors + sum(expert_numels(placement, chunk))

@@ -20,7 +20,6 @@ from dapo_mega.megatron.core.layers import has_all_biases, uses_transformer_engi
 from dapo_mega.models import Architecture
 from dapo_mega.models.rope import YarnScaling
 
-
 _ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 

@@ -21,5 +21,5 @@ def test_a_model_as_an_engine_describes_it_is_that_of_its_folder(tmp_path, monke
     told = described_model([{}, {MODEL_FIELD: json.dumps(described, default=str)}])
     assert model_difference(told, arch) == ""
     assert "num_layers is 9 instead of" in model_difference(
-        {**told, "num_hidden_layers": 9, "no_rope_layers": None}, arch
+        {**told, "num_hidden_layers": 9, "no_rope_layers": None, "layer_types": None}, arch
     )
