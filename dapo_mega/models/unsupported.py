@@ -6,20 +6,14 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-_GEMMA = "norms around attention and MLP, norms that scale by 1 + weight, GELU, and scaled embeddings"
-_OLMO = "norms behind attention and MLP instead of before them, and norms over all heads of q and k together"
 _SPARSE = "attention to a chosen part of the tokens"
 # Of each model type the nearest family, and what that does not compute.
 _DIFFERENCES = {
     "deepseek_v32": ("deepseek_v3", _SPARSE),
-    "gemma2": ("llama", f"{_GEMMA}, and capped logits"),
-    "gemma3": ("qwen3", f"{_GEMMA}, and sliding windows in most layers"),
-    "gemma3_text": ("qwen3", f"{_GEMMA}, and sliding windows in most layers"),
+    "gemma2": ("gemma3_text", "capped logits, and attention without norms on q and k"),
     "glm4": ("llama", "norms around attention and MLP, and interleaved rotation"),
     "glm_moe_dsa": ("deepseek_v3", _SPARSE),
     "mixtral": ("qwen3_moe", "other names of the experts' tensors, and no norms on q and k"),
-    "olmo2": ("llama", _OLMO),
-    "olmo3": ("llama", f"{_OLMO}, and sliding windows in most layers"),
 }
 # Keys of transformers 4, and those that say nothing about what is computed.
 _WITHOUT_MEANING = {

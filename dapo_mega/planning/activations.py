@@ -160,7 +160,9 @@ class ActivationModel:
         if self._recomputes("core_attn") and not self.placement.arch.has_delta(number):
             layer = layer._replace(attention=self._attention_inputs())
         if self._recomputes("layernorm") and self.is_local:
-            layer = layer._replace(norm=self.hidden, late_norm=self.hidden)
+            if self.placement.arch.norms != "behind":
+                kept = self.hidden + self._norm_behind
+                layer = layer._replace(norm=kept, late_norm=kept)
         elif self._recomputes("layernorm") and has_experts:
             layer = layer._replace(late_norm=self.hidden)
         if self._recomputes("moe" if has_experts else "mlp"):
@@ -174,21 +176,21 @@ class ActivationModel:
         has_experts = self.placement.arch.has_experts(number)
         delta = self.placement.arch.gated_delta if self.placement.arch.has_delta(number) else None
         return LayerBytes(
-            self._norm(fused=not self.is_local and delta is None),
+            self._norm(fused=not self.is_local and delta is None) + self._norm_behind,
             self._delta_rule(delta)
             if delta
             else self._local_attention(number)
             if self.is_local
             else self._te_attention(),
             self._around_delta(delta) if delta else self._around_attention(),
-            self._norm(fused=not self.is_local and not has_experts),
+            self._norm(fused=not self.is_local and not has_experts) + self._norm_behind,
             self._experts() + self._shared_expert() if has_experts else self._mlp(self.placement.arch.ffn_hidden_size),
         )
 
     @property
     def _keeps_projection(self) -> bool:
         """Whether the norm of the keys keeps the whole product that they, the queries and the values are a view of."""
-        return self.is_local and self.placement.arch.qk_norm
+        return self.is_local and self.placement.arch.qk_norm and not self.placement.arch.qk_norm_over_heads
 
     @property
     def _copied_queries(self) -> int:
@@ -205,12 +207,22 @@ class ActivationModel:
         tokens, width = self.shared_tokens, self.placement.arch.hidden_size
         return tokens * (width * self.element + 4 + width * (self.operand if fused else self.element))
 
+    @property
+    def _norm_behind(self) -> float:
+        """Input and reciprocal root of a norm behind attention or MLP that is not in place of the one before."""
+        return self.hidden + 4 * self.shared_tokens if self.placement.arch.norms == "around" else 0.0
+
     def _around_attention(self) -> float:
         """Norms of queries and keys, rotary angles, the output projection's input."""
         arch, heads = self.placement.arch, self.placement.query_heads
         size, keys = arch.head_dim, self.placement.key_heads
         total = 0.0
-        if arch.qk_norm:
+        if arch.qk_norm_over_heads:
+            # Inputs in float32 (one of several keys is copied), and normed queries and keys; their roots and means.
+            is_view = self.element == _FLOAT and keys == 1
+            inputs = self.placement.projected_heads if is_view else heads + keys
+            total += 40 + size * (inputs * _FLOAT + (heads + keys) * self.element)
+        elif arch.qk_norm:
             kept = self.placement.projected_heads + self._copied_queries if self.is_local else heads + keys
             total += (heads + keys) * 4 + kept * size * self.element
         if arch.output_gate:  # The sigmoid, and what it weights.
@@ -316,8 +328,9 @@ class ActivationModel:
     def _mlp(self, ffn_hidden_size: int) -> float:
         inner = ffn_hidden_size / self.placement.parallel.tensor
         if self.is_local:
-            # Gate and up together, silu(gate), its product with up.
-            return self.tokens * 4 * inner * self.element
+            # Gate and up together, the activation of the gate, its product with up; Megatron's own adds 0 to up.
+            kept = 4 if self.placement.arch.activation == "silu" else 5
+            return self.tokens * kept * inner * self.element
         return self.tokens * inner * (2 * self.element + self.operand)
 
     def _shared_expert(self) -> float:

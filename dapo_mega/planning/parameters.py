@@ -135,7 +135,7 @@ def _adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[tuple[
 def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
     """Elements of each parameter of a chunk on one process, experts left out."""
     arch = placement.arch
-    norms = [arch.hidden_size, arch.hidden_size]
+    norms = [arch.hidden_size] * _num_norms(arch)
     attention = [*norms, *attention_matrices(placement), *_attention_vectors(placement)]
     delta = [*norms, *delta_matrices(placement), *_delta_vectors(placement)]
     mlp, routing = _mlp_numels(placement), _routing_numels(placement, arch.experts) if arch.experts else []
@@ -153,6 +153,11 @@ def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
         elif not (arch.tied_embeddings and chunk.is_first):  # Tied weights of two stages are two copies.
             numels.append(embedding)
     return numels
+
+
+def _num_norms(arch: Architecture) -> int:
+    """Norms of a layer around attention and MLP."""
+    return 4 if arch.norms == "around" else 2
 
 
 def attention_matrices(placement: RankLayout) -> list[int]:
@@ -198,7 +203,8 @@ def _attention_vectors(placement: RankLayout) -> list[int]:
     if arch.qkv_bias:
         vectors.append(placement.projection_rows)
     if arch.qk_norm:
-        vectors += [arch.head_dim, arch.head_dim]
+        heads = (placement.query_heads, placement.key_heads) if arch.qk_norm_over_heads else (1, 1)
+        vectors += [arch.head_dim * number for number in heads]
     if arch.output_bias:
         vectors.append(arch.hidden_size)
     if arch.attention_sinks:
@@ -236,7 +242,7 @@ def expert_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
 def linear_elements(placement: RankLayout, layer: int) -> int:
     """Elements of the weights of a transformer layer's linear layers, which FP8 applies to."""
     arch, chunk = placement.arch, Chunk(range(layer, layer + 1), is_first=False, is_last=False)
-    vectors = 2 * arch.hidden_size
+    vectors = _num_norms(arch) * arch.hidden_size
     if arch.has_delta(layer):
         vectors += sum(_delta_vectors(placement))
     if arch.experts and arch.has_experts(layer):

@@ -59,6 +59,8 @@ def _describe_model(
     if arch:
         arch.check_layout(parallel)
         arch.check_fp8(parallel, config.compute.fp8.scaling)
+        if arch.needs_local_layers and config.model.layer_implementation != "local":
+            notes.append(f"{arch.model_type} trains on local layers only: set model.layer_implementation=local")
         if config.lora:
             check_lora(config.lora, find_family(arch.model_type), arch, is_here=Path(config.lora.path or "").exists())
     try:

@@ -28,6 +28,8 @@ CASES = {
     "qwen3_moe": ({"expert": 2}, VPP, [{**TP2, "expert_tensor": 2}, {"expert": 2}]),
     "qwen2_moe": ({**VPP, "pipeline_layout": [1, 2, 1, 0]}, {**TP2, "expert": 2}, [{"expert": 4}]),
     "gpt_oss": ({**TP2, "expert": 2}, {"pipeline": 2}, [{**TP2, "pipeline": 2, "expert": 2}, {"expert": 2}]),
+    "olmo3": ({}, TP2, [{**TP2, "pipeline": 2}]),
+    "gemma3_text": (TP2, {}, [{"pipeline": 2}]),
     "deepseek_v3": ({"pipeline": 3}, {"expert": 4}, [{**TP2, "pipeline": 2, "expert": 2}, VPP]),
 }
 if has_delta():

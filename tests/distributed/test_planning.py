@@ -48,6 +48,10 @@ ONE_PROCESS = {
     "sinks": ("sinks", "fp32", {}, {}),
     "one_length_sinks": ("sinks", "fp32", {}, {}),
     "sinks_recomputed": ("sinks", "bf16", {}, ALL_EXPERTS),
+    "norms_behind": ("olmo", "fp32", {}, {}),
+    "norms_behind_recomputed": ("olmo", "bf16", {}, ALL_DENSE),
+    "norms_around": ("gemma", "fp32", {}, {}),
+    "norms_around_recomputed": ("gemma", "bf16", {}, ALL_DENSE),
     "experts": ("experts", "fp32", {}, {}),
     "experts_recomputed": ("experts", "bf16", {}, ALL_EXPERTS),
     "shared_expert": ("shared", "fp32", {}, {}),
@@ -77,6 +81,8 @@ TWO_PROCESSES = {
     "context_recomputed": ("narrow", "fp32", {"context": 2}, {"recompute": "selective"}),
     "context_sinks": ("sinks", "bf16", {"context": 2}, {}),
     "sinks_spread_sequence": ("sinks", "fp32", {"tensor": 2, "sequence": True, "expert": 2}, {}),
+    "norms_behind_sequence": ("olmo", "fp32", {"tensor": 2, "sequence": True}, {}),
+    "norms_around_sequence": ("gemma", "bf16", {"tensor": 2, "sequence": True}, {}),
     "data": ("narrow", "fp32", {}, {}),
     "data_bf16": ("wide", "bf16", {}, {}),
     "experts_spread": ("experts", "bf16", {"expert": 2}, {}),
@@ -107,12 +113,16 @@ def models(tmp_path_factory):
 
 def make_models(folder):
     from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
         GptOssConfig,
         GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         MistralConfig,
         MistralForCausalLM,
+        Olmo3Config,
+        Olmo3ForCausalLM,
         Qwen2Config,
         Qwen2ForCausalLM,
         Qwen2MoeConfig,
@@ -205,6 +215,10 @@ def make_models(folder):
     of_llama = {"vocab_size": 2003, "hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, **shared}
     biased = LlamaConfig(num_key_value_heads=2, attention_bias=True, mlp_bias=True, **of_llama)
     windowed = MistralConfig(num_key_value_heads=6, sliding_window=205, **of_llama)
+    olmo = Olmo3Config(num_key_value_heads=2, sliding_window=205, **of_llama)
+    gemma = Gemma3TextConfig(num_key_value_heads=2, head_dim=40, sliding_window=205, **of_llama)
+    Olmo3ForCausalLM(olmo).save_pretrained(folder / "olmo")
+    Gemma3ForCausalLM(gemma).save_pretrained(folder / "gemma")
     one_key = LlamaConfig(num_key_value_heads=1, **of_llama)
     one_key_each = LlamaConfig(num_key_value_heads=1, **{**of_llama, "num_attention_heads": 2})
     one_key_normed = Qwen3Config(num_key_value_heads=1, head_dim=24, attention_bias=True, **of_llama)

@@ -159,6 +159,7 @@ OTHERWISE_THAN_MEGATRON = {
     "schedule.use_checkpoint_opt_param_scheduler": False,
     "schedule.wd_incr_steps": 0,
     "schedule.wd_incr_style": "constant",
+    "stage.embedding_scale": 1.0,
     "stage.fused": True,
     "stage.max_sequence_length": 64,
     "stage.parallel_output": True,
@@ -172,6 +173,7 @@ OTHERWISE_THAN_MEGATRON = {
     "stage.true_vocab_size": 11,
     "stage.vocab_size": 11,
     "stage.vp_stage": None,
+    "stage.windowed_inverse_frequencies": None,
     "transformer.activation_func": "silu",
     "transformer.add_bias_linear": False,
     "transformer.add_qkv_bias": True,
@@ -298,6 +300,20 @@ CHANGES = [
         {"arch": {"sliding_window": 5, "full_attention_layers": frozenset({1, 3}), "attention_sinks": True}},
         transformer(window_size=(4, 0), window_attn_skip_freq=[1, 0, 1, 0], softmax_type="learnable"),
     ),
+    (
+        {
+            "arch": {"activation": "gelu_tanh", "norms_add_one": True, "attention_scale": 0.25},
+            "model": {"layer_implementation": "local"},
+        },
+        transformer(
+            activation_func=None,
+            apply_rope_fusion=False,
+            bias_activation_fusion=False,
+            layernorm_zero_centered_gamma=True,
+            softmax_scale=0.25,
+        ),
+    ),
+    ({"arch": {"qk_norm": True, "qk_norm_over_heads": True}}, {}),
     (
         {"arch": experts(has_biases=True, swiglu_limit=7.0)},
         OF_EXPERTS

@@ -164,7 +164,7 @@ def test_what_the_policy_does_not_compute_is_refused_by_name(tmp_path, keys, mes
 @pytest.mark.parametrize(
     ("model_type", "keys", "message"),
     [
-        ("olmo2", {}, "nearest is llama, which lacks norms behind attention and MLP"),
+        ("gemma2", {}, "nearest is gemma3_text, which lacks capped logits"),
         ("qwen2x", {"use_gate": True}, "nearest is qwen2, whose config.json does not have the keys use_gate;"),
         ("xyz", {"num_experts": 4}, "nearest is qwen3_moe, .*the same keys: if it computes the same, set model_type"),
     ],
@@ -318,3 +318,55 @@ def test_a_family_is_one_file(tmp_path, monkeypatch):
     finally:
         families.cache_clear()
         sys.modules.pop("dapo_mega.models.invented", None)
+
+
+ROPES = {"full_attention": {"rope_type": "default", "rope_theta": 3e4}, "sliding_attention": {"rope_theta": 2e4}}
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "olmo3", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("keys", [{}, {"num_key_value_heads": 2, "rms_norm_eps": 1e-4}, {"rope_parameters": ROPES}])
+def test_layers_of_several_kinds_are_those_of_transformers(tmp_path, model_type, keys):
+    if "rope_parameters" in keys and model_type in ("olmo2", "gpt_oss"):
+        pytest.skip("has one rotation for all layers")
+    arch = load_architecture(write_config(tmp_path, model_type, **{"num_hidden_layers": 7, **keys}))[1]
+    config = AutoConfig.from_pretrained(tmp_path)
+    kinds = getattr(config, "layer_types", ["full_attention"] * 7)
+    windowed = {layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
+    assert set(range(7)) - arch.full_attention_layers == (windowed or set(range(7)))
+    assert arch.sliding_window == (config.sliding_window if windowed else None)
+    assert arch.num_query_groups == config.num_key_value_heads
+    assert arch.norm_epsilon == config.rms_norm_eps
+    assert arch.tied_embeddings == config.tie_word_embeddings
+    assert arch.max_positions == config.max_position_embeddings
+    rope = config.rope_parameters
+    if arch.windowed_rope_theta is not None:
+        assert arch.windowed_rope_theta == rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    assert arch.rope_theta == rope["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "message"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "'silu' is not supported for gemma3_text; only 'gelu_pytorch"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("olmo3", {"sliding_window": None}, "layers of kind sliding_attention need a sliding_window"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope scaling of type 'linear' in layers of sliding_attention",
+        ),
+        ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 0.5}}}, r"full_attention\.rope_theta=0.5"),
+    ],
+)
+def test_kinds_of_layers_that_are_not_computed_are_refused(tmp_path, model_type, keys, message):
+    with pytest.raises(InputError, match=message):
+        load_architecture(write_config(tmp_path, model_type, **keys))
+
+
+def test_keys_that_are_normed_together_are_not_shared_by_processes(tmp_path):
+    arch = load_architecture(write_config(tmp_path, "olmo2", num_key_value_heads=2))[1]
+    arch.check_layout(ParallelConfig(tensor=2))
+    with pytest.raises(InputError, match=r"parallel\.tensor=4 is more than num_key_value_heads=2: olmo2 has norms"):
+        arch.check_layout(ParallelConfig(tensor=4))

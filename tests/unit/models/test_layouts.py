@@ -44,6 +44,8 @@ def hf_tensors(layout, arch, bias):
         ShardRule.DELTA: [(8 + 8 + 24, *tail), (24, *tail), (8, *tail), (8, *tail)],
         ShardRule.DELTA_BY_HEAD: [(8 + 8 + 24 + 24, *tail), (16, *tail)],
         ShardRule.FUSED_QKV: [(q + 2 * kv, *tail)],
+        ShardRule.TRANSPOSED_ROW: [(arch.ffn_hidden_size, arch.hidden_size)],
+        ShardRule.INTERLEAVED_GATE_UP: [(*tail, 2 * arch.ffn_hidden_size)],
         ShardRule.FUSED_GATE_UP: [(2 * arch.ffn_hidden_size, arch.hidden_size)],
     }[layout]
     start = 0
@@ -230,7 +232,10 @@ def test_rope_theta_is_read_as_transformers_4_and_5_write_it(tmp_path, rope):
         (None, "holds no config.json"),
         ("{", "not valid JSON"),
         ("[1]", "holds no JSON object"),
-        ('{"model_type": "gpt9"}', "'gpt9' is not supported; nearest is .*supported: .*llama, mistral, phi3, qwen2"),
+        (
+            '{"model_type": "gpt9"}',
+            "'gpt9' is not supported; nearest is .*supported: .*mistral, olmo2, olmo3, phi3, qwen2",
+        ),
         ('{"model_type": "qwen2"}', "lacks the key"),
     ],
 )

@@ -137,6 +137,88 @@ GPT_OSS_LARGE = {
     "num_hidden_layers": 36,
     "num_local_experts": 128,
 }
+# huggingface.co/allenai/OLMo-2-1124-7B, OLMo-2-0325-32B and Olmo-3-1025-7B
+OLMO2 = {
+    "model_type": "olmo2",
+    "attention_bias": False,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
+OLMO2_32B = {
+    **OLMO2,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+}
+OLMO3 = {
+    **OLMO2,
+    "model_type": "olmo3",
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    "max_position_embeddings": 65536,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "sliding_window": 4096,
+    "vocab_size": 100278,
+}
+# huggingface.co/google/gemma-3-1b-it, and the language models of gemma-3-4b-it and gemma-3-27b-it
+GEMMA3_1B = {
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+_OF_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
+GEMMA3_4B = {
+    "model_type": "gemma3",
+    "text_config": {**_OF_GEMMA3, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+    "vision_config": {"hidden_size": 1152},
+}
+GEMMA3_27B = {
+    "model_type": "gemma3",
+    "text_config": {
+        **_OF_GEMMA3,
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+    },
+    "vision_config": {"hidden_size": 1152},
+}
 QWEN_VL = {
     "model_type": "qwen2_5_vl",
     "hidden_size": 3584,
@@ -193,6 +275,12 @@ MODELS = {
     # 3.6 and 5.1 with the output layer.
     "gpt-oss-20b": (GPT_OSS, 20.91, 3.03),
     "gpt-oss-120b": (GPT_OSS_LARGE, 116.83, 4.55),
+    "OLMo-2-7B": (OLMO2, 7.3, 7.3),
+    "OLMo-2-32B": (OLMO2_32B, 32.2, 32.2),
+    "OLMo-3-7B": (OLMO3, 7.3, 7.3),
+    "Gemma-3-1B": (GEMMA3_1B, 1.0, 1.0),
+    "Gemma-3-4B": (GEMMA3_4B, 3.88, 3.88),
+    "Gemma-3-27B": (GEMMA3_27B, 27.0, 27.0),
     "Qwen2.5-VL-7B": (QWEN_VL, 7.6, 7.6),
     # Cards of these round what a token meets to whole billions, so only all parameters are compared.
     "Qwen3-Next-80B-A3B": (QWEN_NEXT, 80),
@@ -223,6 +311,7 @@ def test_a_published_model_has_its_size_and_is_planned(tmp_path, capsys, name):
     experts = ["parallel.expert=16", "parallel.expert_tensor=1"] if arch.experts else []
     plan.main([CONFIG, f"model.architecture={tmp_path / 'config.json'}", *RUN, *experts])
     out = capsys.readouterr().out
+    assert ("trains on local layers only" in out) == arch.model_type.startswith(("olmo", "gemma"))
     assert f"model: {arch.model_type}, {found[0] * 1000:,.1f} M parameters" in out
     assert " GiB on stage" in out or arch.gated_delta
     if arch.experts:  # The cards of mixtures leave out the embeddings of what a token meets.
