@@ -238,6 +238,8 @@ def test_only_layouts_without_contradictions_are_proposed(tool, capsys, small):
     tensor_2 = 3 + 2 * 2 + 1
     tensor_4 = 2 + 2
     assert f"{tensor_1 + tensor_2 + tensor_4} are valid" in head
+    tool.main([small, "parallel={pipeline: 2, pipeline_layout: [1, 3]}", "--gpus", "2", "--propose"])
+    assert "parallel.pipeline=1 parallel.pipeline_layout=null" in capsys.readouterr().out
 
 
 def test_a_division_of_gpus_copied_gives_the_same_figures(tool, capsys, small):
