@@ -56,7 +56,8 @@ fi
 if [ -n "$extras" ] && wait "$extras_installation"; then
     export DAPO_MEGA_TOKENIZERS="$extras/tokenizers" DAPO_MEGA_VERIFIERS="$extras/verifiers/bin/python"
     [ -x "$DAPO_MEGA_VERIFIERS" ] || unset DAPO_MEGA_VERIFIERS
-    "$extras/bin/python" -m pytest -n 2 $together tests/integration/test_verifiers.py tests/unit/environments/test_{dialogues,endpoint,openenv}.py \
-        tests/unit/preparation/test_reasoning_gym.py tests/numerics/test_lora.py || failed=yes
+    "$extras/bin/python" -m pytest -n 2 $together tests/integration/test_verifiers.py \
+        tests/unit/environments/test_{dialogues,endpoint,openenv}.py tests/unit/preparation/test_reasoning_gym.py \
+        tests/numerics/test_lora.py || failed=yes
 fi
 [ -z "$failed" ]
