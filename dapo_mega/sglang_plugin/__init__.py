@@ -127,13 +127,16 @@ def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> 
 def _load_adapter(updater: Any, weights: PlannedWeights) -> tuple[bool, str]:
     """Give the adapter new matrices; requests under way, which know it by its id, go on with these."""
     _trace(updater).miss()
-    tensors = {
-        name: tensor
-        for bucket, group in weights.buckets
-        for name, tensor in ArrivingWeights(group, updater.device, bucket, weights.window_bytes)
-    }
+    device, window = updater.device, weights.window_bytes
+    arriving = (ArrivingWeights(group, device, bucket, window) for bucket, group in weights.buckets)
+    try:
+        tensors = {name: tensor for bucket in arriving for name, tensor in bucket}
+    except RuntimeError as error:
+        return False, f"the adapter did not come: {error}"
     manager = updater.get_model_runner().lora_manager
-    known = next(adapter for adapter in manager.lora_refs.values() if adapter.lora_name == ADAPTER)
+    known = next((adapter for adapter in manager.lora_refs.values() if adapter.lora_name == ADAPTER), None)
+    if known is None:
+        return False, f"it has no adapter {ADAPTER!r} any more"
     config = manager.configs[known.lora_id].hf_config
     manager.unload_lora_adapter(known)
     answer = manager.load_lora_adapter_from_tensors(known, tensors, config)

@@ -9,6 +9,7 @@ from transformers import Qwen2Config
 from dapo_mega import sglang_plugin
 from dapo_mega.engines.sglang.engine_model import described_model
 from dapo_mega.engines.sglang.weight_protocol import (
+    ADAPTER,
     MODEL_FIELD,
     OTHER_MODEL,
     PROTOCOL,
@@ -228,6 +229,44 @@ def test_no_bucket_is_received_after_one_that_fails():
     weights = sglang_plugin._receive(None, updater, **updater.request(str(PlanFormat(plan.digest, 1, plan.text))))
     assert sglang_plugin._load(lambda updater, weights: (False, "no"), updater, weights) == (False, "no")
     assert [group.begun for group in updater._model_update_group.values()] == [0, 1]
+
+
+class Manager:
+    """SGLang's, which knows an adapter by this name."""
+
+    def __init__(self, name):
+        self.lora_refs = {"id": SimpleNamespace(lora_name=name, lora_id="id")}
+        self.configs = {"id": SimpleNamespace(hf_config={"r": 4})}
+        self.calls = []
+
+    def unload_lora_adapter(self, adapter):
+        self.calls.append(adapter.lora_id)
+
+    def load_lora_adapter_from_tensors(self, adapter, tensors, config):
+        self.calls.append(
+            (adapter.lora_id, {name: tensor.unique().tolist() for name, tensor in tensors.items()}, config)
+        )
+        return SimpleNamespace(success=True, error_message="")
+
+
+@pytest.mark.parametrize(
+    ("name", "breaks", "said"),
+    [
+        (ADAPTER, False, ""),
+        (ADAPTER, True, "the adapter did not come: connection closed"),
+        ("other", False, "it has no"),
+    ],
+)
+def test_an_adapter_is_replaced_once_all_of_it_has_come(name, breaks, said):
+    updater, manager = Updater(), Manager(name)
+    updater._model_update_group["g-0"] = Group(breaks)
+    updater.get_model_runner = lambda: SimpleNamespace(lora_manager=manager)
+    plan = UpdatePlan(1, NUM_BYTES, ((BUCKET,),), is_adapter=True)
+    weights = sglang_plugin._receive(None, updater, **updater.request(str(PlanFormat(plan.digest, 0, plan.text))))
+    success, message = sglang_plugin._load(None, updater, weights)
+    assert (success, message.startswith(said)) == (not said, True)
+    values = {name: [float(number)] for number, name in enumerate(NAMES)}
+    assert manager.calls == ([] if said else ["id", ("id", values, {"r": 4})])
 
 
 def test_an_engine_that_forgot_the_plan_or_lacks_a_group_says_so_before_it_receives():
