@@ -313,7 +313,6 @@ CHANGES = [
             softmax_scale=0.25,
         ),
     ),
-    ({"arch": {"qk_norm": True, "qk_norm_over_heads": True}}, {}),
     (
         {"arch": experts(has_biases=True, swiglu_limit=7.0)},
         OF_EXPERTS
