@@ -121,6 +121,10 @@ def build_chunks(
         keep_router_biases_in_float32(stage)
         count_down_projections_once(stage)
         end_groups_with_the_last_layer(stage)
+    if arch.qk_norm_over_heads:
+        # Where it is set, Megatron sums the gradients of these norms over tensor-parallel processes, which have the
+        # weights of their own heads. It is needed until here: layers are built by it.
+        config.qk_layernorm = False
     return chunks
 
 

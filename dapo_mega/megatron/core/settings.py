@@ -69,8 +69,7 @@ def transformer_config(
         if arch.unrotated_layers
         else None,
         attention_output_gate=arch.output_gate,
-        # Megatron sums the gradients of such norms over tensor-parallel processes, which here have their own heads.
-        qk_layernorm=(arch.qk_norm and not arch.qk_norm_over_heads) or arch.latent_attention is not None,
+        qk_layernorm=arch.qk_norm or arch.latent_attention is not None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,

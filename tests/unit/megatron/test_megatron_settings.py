@@ -13,6 +13,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig, t
 
 from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
+from dapo_mega.errors import InputError
 from dapo_mega.megatron import megatron_model, megatron_policy, trained_model, value_model
 from dapo_mega.megatron.core import decoder, layers, optimization
 from dapo_mega.models.architecture import ExpertGroups, Experts, LatentAttention
@@ -313,7 +314,6 @@ CHANGES = [
             softmax_scale=0.25,
         ),
     ),
-    ({"arch": {"qk_norm": True, "qk_norm_over_heads": True}}, {}),
     (
         {"arch": experts(has_biases=True, swiglu_limit=7.0)},
         OF_EXPERTS
@@ -512,3 +512,15 @@ def test_a_runs_reference_and_critic_compute_as_its_policy(settings, scaling):
     assert {name: value for name, value in critic.items() if name != "stage.has_bias"} == {
         name: value for name, value in (policy | own).items() if name not in heads
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arch": {"norms": "behind"}}, "not supported on Transformer Engine's layers; set model.layer_implementation"),
+        ({"arch": {"attention_sinks": True}, "parallel": {"context": 2}}, "attention sinks under parallel.context=2"),
+    ],
+)
+def test_what_transformer_engine_does_not_compute_is_refused(settings, changes, message):
+    with pytest.raises(InputError, match=message):
+        settings(**changes)
