@@ -101,7 +101,7 @@ def test_an_engine_of_the_original_is_refused_because_updates_do_not_reach_it(or
         ({"swiglu_alpha": 1.0}, r"swiglu_alpha other than 1\.702"),
         ({"layer_types": ["full_attention"] * 3}, r"3 entries of \['full_attention'\] for num_hidden_layers=4"),
         ({"layer_types": ["chunked_attention"] * 4}, "must be full_attention or sliding_attention"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "only unquantized weights"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "only weights in bf16"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(tmp_path, keys, message):
