@@ -27,19 +27,19 @@ class LentMemory:
     """
 
     def __init__(self, policy: TrainedModel, others: Sequence[MegatronModel], device: torch.device) -> None:
-        trained = [model for model in (policy, *others) if isinstance(model, TrainedModel)]
-        weights = _storages(_weights(policy), device)
-        state = [tensor for model in trained for tensor in optimizer_state(model.optimizer)]
-        rest = _storages([*state, *(tensor for model in others for tensor in _weights(model))], device)
-        self._weights = _Copied(weights.values(), device)
-        # In float32 the optimizer trains the model's own weights.
-        self._rest = _Copied((rest[key] for key in rest.keys() - weights.keys()), device)
-        buffers = (buffer for model in trained for buffer in gradient_buffers(model.chunks))
+        self._policy, self._others = policy, others
+        self._trained = [model for model in (policy, *others) if isinstance(model, TrainedModel)]
+        buffers = (buffer for model in self._trained for buffer in gradient_buffers(model.chunks))
         self._gradients = [(buffer, buffer.untyped_storage().nbytes()) for buffer in buffers]
+        self._weights, self._rest = _Copied(device), _Copied(device)
+        self._held: Held = "all"
+        self._look()
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are on the device now."""
+        if self._held == "all":
+            self._look()
         gradients = sum(buffer.untyped_storage().nbytes() for buffer, _ in self._gradients)
         return self._weights.num_bytes + self._rest.num_bytes + gradients
 
@@ -49,47 +49,60 @@ class LentMemory:
         Copies to the host run beside what the device does: those of weights that are held, for when they leave. Copies
         to the device are ordered before what it is told to do next.
         """
+        if self._held == "all" and held != "all":
+            self._look()
         if held == "nothing":
             self._weights.leave()
-        else:
+        elif self._held == "nothing":
             self._weights.come_back()
         if held != "all":
             self._rest.leave()
             for buffer, _ in self._gradients:
                 buffer.untyped_storage().resize_(0)
+            accelerator.free_cached_memory()
             if held == "weights":
                 self._weights.begin_to_leave()
-            else:
-                accelerator.free_cached_memory()
-            return
-        self._rest.come_back()
-        for buffer, num_bytes in self._gradients:
-            if not buffer.untyped_storage().nbytes():
+        elif self._held != "all":
+            self._weights.forget_copies()
+            self._rest.come_back()
+            for buffer, num_bytes in self._gradients:
                 buffer.untyped_storage().resize_(num_bytes)
                 buffer.zero_()
+        self._held = held
+
+    def _look(self) -> None:
+        """Find what is on the device: an optimizer makes its state at its first update."""
+        weights = _storages(_weights(self._policy), self._weights.device)
+        of_optimizers = [tensor for model in self._trained for tensor in optimizer_state(model.optimizer)]
+        of_others = [tensor for model in self._others for tensor in _weights(model)]
+        rest = _storages([*of_optimizers, *of_others], self._rest.device)
+        self._weights.storages = list(weights.values())
+        # In float32 the optimizer trains the model's own weights.
+        self._rest.storages = [rest[key] for key in rest.keys() - weights.keys()]
 
 
 class _Copied:
     """Storages that leave the device and come back as they were."""
 
-    def __init__(self, storages: Iterable[torch.UntypedStorage], device: torch.device) -> None:
-        self._storages = list(storages)
-        self._sizes = [storage.nbytes() for storage in self._storages]
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.storages: list[torch.UntypedStorage] = []
         self._copies: list[Tensor] = []
         self._stream = accelerator.stream() if device.type == "cuda" else None
         self._is_copied = False
 
     @property
     def num_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages)
+        return sum(storage.nbytes() for storage in self.storages)
 
     def begin_to_leave(self) -> None:
         """Copy to the host, unless that was begun. Nothing may change the storages until they have left."""
-        if self._is_copied or not self.num_bytes:
+        if self._is_copied:
             return
-        if not self._copies:
+        sizes = [storage.nbytes() for storage in self.storages]
+        if [copy.nbytes for copy in self._copies] != sizes:
             pinned = self._stream is not None
-            self._copies = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in self._sizes]
+            self._copies = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
         self._copy(to_host=True)
         self._is_copied = True
 
@@ -98,20 +111,23 @@ class _Copied:
         self.begin_to_leave()
         if self._stream:
             self._stream.synchronize()
-        for storage in self._storages:
+        for storage in self.storages:
             storage.resize_(0)
 
     def come_back(self) -> None:
-        if self._is_copied and not self.num_bytes:
-            for storage, size in zip(self._storages, self._sizes, strict=True):
-                storage.resize_(size)
-            self._copy(to_host=False)
-            accelerator.wait_for(self._stream)
+        for storage, copy in zip(self.storages, self._copies, strict=True):
+            storage.resize_(copy.nbytes)
+        self._copy(to_host=False)
+        accelerator.wait_for(self._stream)
+        self._is_copied = False
+
+    def forget_copies(self) -> None:
+        """The storages, which are on the device, may change again."""
         self._is_copied = False
 
     def _copy(self, *, to_host: bool) -> None:
         with accelerator.beside(self._stream):
-            for storage, copy in zip(self._storages, self._copies, strict=True):
+            for storage, copy in zip(self.storages, self._copies, strict=True):
                 on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 target, source = (copy, on_device) if to_host else (on_device, copy)
                 target.copy_(source, non_blocking=True)

@@ -42,7 +42,8 @@ def learnt(models, model, dtype, layout, *, lends):
     others = [ScoringModel(ModelConfig(path=str(models[model]), dtype=dtype), parallel, processes, 1.0)]
     if model == "dense":
         others.append(ValueModel(ModelConfig(path=str(models["value"]), dtype=dtype), *settings, **sizes))
-    alone, held, lent = {}, [], None
+    alone, held = {}, []
+    lent = LentMemory(policy, others, processes.device)  # Before the optimizer has any state.
     for seed in range(3):
         packed = policy.pack(
             flatten(make_samples(9, seed=seed)), token_budget=150, aggregation="token_mean", max_response_tokens=40
@@ -52,7 +53,6 @@ def learnt(models, model, dtype, layout, *, lends):
         for critic in others[1:]:
             critic.update([with_returns(batch) for batch in batches], ValueLoss())
         if lends:
-            lent = lent or LentMemory(policy, others, processes.device)
             held.append(lent.num_bytes)
             lent.hold("weights")
             alone = weights_of(policy)
