@@ -34,9 +34,9 @@ def free_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def stream() -> torch.cuda.Stream:
-    """A stream beside the one that computes. Call it only with a GPU."""
-    return torch.cuda.Stream()
+def stream() -> torch.cuda.Stream | None:
+    """A stream beside the one that computes; None where there is no GPU."""
+    return torch.cuda.Stream() if has_gpu() else None
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ class _Copied:
         self.device = device
         self.storages: list[torch.UntypedStorage] = []
         self._copies: list[Tensor] = []
-        self._stream = accelerator.stream() if device.type == "cuda" else None
+        self._stream = accelerator.stream()
         self._is_copied = False
 
     @property

@@ -84,6 +84,7 @@ def _pretend_a_gpu() -> None:
     replaced.has_gpu = lambda: True
     replaced.device = lambda: _CPU
     replaced.select = lambda local_rank: None
+    replaced.stream = lambda: None
     replaced.capability = lambda: CAPABILITY
     replaced.cuda_version = lambda: (12, 9)
 

@@ -125,6 +125,8 @@ def test_a_policy_learns_from_an_engine_that_has_its_weights(
     )
     with devices.pretending(), training_run_of(values) as training_run:
         records = train_to_the_end(training_run)
+        if training_run.config.rollout.offload_trainer:
+            training_run.trainer.hold("weights")
         weights = {name: t.clone() for b in training_run.trainer.policy.weights(1 << 30) for name, t in b}
     # The run's own check allows what FP8 rounds off. This one does not: the same bf16 weights, without FP8.
     peer = AutoModelForCausalLM.from_pretrained(engine.model, dtype=torch.bfloat16)
