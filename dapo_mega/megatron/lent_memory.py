@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -27,15 +27,19 @@ class LentMemory:
     """
 
     def __init__(self, policy: TrainedModel, others: Sequence[MegatronModel], device: torch.device) -> None:
-        trained = [model for model in (policy, *others) if isinstance(model, TrainedModel)]
-        weights = _storages(_weights(policy), device)
-        state = [tensor for model in trained for tensor in optimizer_state(model.optimizer)]
-        rest = _storages([*state, *(tensor for model in others for tensor in _weights(model))], device)
-        self._weights = _Copied(weights.values(), device)
-        # In float32 the optimizer trains the model's own weights.
-        self._rest = _Copied((rest[key] for key in rest.keys() - weights.keys()), device)
-        buffers = (buffer for model in trained for buffer in gradient_buffers(model.chunks))
+        self._trained = [model for model in (policy, *others) if isinstance(model, TrainedModel)]
+        self._others = others
+        self._device = device
+        self._weights = _Copied(_storages(_weights(policy), device), device)
+        self._rest = self._found_rest()
+        buffers = (buffer for model in self._trained for buffer in gradient_buffers(model.chunks))
         self._gradients = [(buffer, buffer.untyped_storage().nbytes()) for buffer in buffers]
+
+    def _found_rest(self) -> _Copied:
+        state = (tensor for model in self._trained for tensor in optimizer_state(model.optimizer))
+        rest = _storages([*state, *(tensor for model in self._others for tensor in _weights(model))], self._device)
+        # In float32 the optimizer trains the model's own weights.
+        return _Copied({key: rest[key] for key in rest.keys() - self._weights.storages.keys()}, self._device)
 
     @property
     def num_bytes(self) -> int:
@@ -54,6 +58,9 @@ class LentMemory:
         else:
             self._weights.come_back()
         if held != "all":
+            # Optimizers make their state in their first update.
+            if self._rest.is_here and (found := self._found_rest()).storages.keys() != self._rest.storages.keys():
+                self._rest = found
             self._rest.leave()
             for buffer, _ in self._gradients:
                 buffer.untyped_storage().resize_(0)
@@ -72,8 +79,9 @@ class LentMemory:
 class _Copied:
     """Storages that leave the device and come back as they were."""
 
-    def __init__(self, storages: Iterable[torch.UntypedStorage], device: torch.device) -> None:
-        self._storages = list(storages)
+    def __init__(self, storages: Mapping[int, torch.UntypedStorage], device: torch.device) -> None:
+        self.storages = storages
+        self._storages = list(storages.values())
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._copies: list[Tensor] = []
         self._stream = accelerator.stream() if device.type == "cuda" else None
@@ -82,6 +90,10 @@ class _Copied:
     @property
     def num_bytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages)
+
+    @property
+    def is_here(self) -> bool:
+        return self.num_bytes == sum(self._sizes)
 
     def begin_to_leave(self) -> None:
         """Copy to the host, unless that was begun. Nothing may change the storages until they have left."""
