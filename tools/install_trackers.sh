@@ -11,11 +11,13 @@ PYTHON="${PYTHON:-python3}"
 stamp="$folder/.dapo_mega_installed"
 wanted="$("$PYTHON" -c 'import sys; print(sys.prefix)') $(cat "$project/setup.py" "$0" | cksum)"
 [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ] || exit 0
-rm -f "$stamp"
+[ -e "$stamp" ] || [ -z "$(ls -A "$folder" 2> /dev/null)" ] ||
+    { echo "error: $folder holds what this script did not put there; delete it, or give another folder" >&2; exit 1; }
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 "$PYTHON" -m venv --clear --without-pip "$folder"
+: > "$stamp"
 site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$PYTHON" -c 'import sys; print(*(p for p in sys.path if p.endswith("site-packages")), sep="\n")' > "$site/beside.pth"
 packages=$("$PYTHON" - "$project/setup.py" <<'EOF'

@@ -104,7 +104,7 @@ class CheckpointStore(CheckpointFolders):
         return None, skipped
 
     def has_unrecorded_step(self, path: Path) -> bool:
-        """Whether the run was stopped before the step of this checkpoint was recorded."""
+        """Whether the step of this checkpoint had not been recorded when it was written."""
         return _loop_value(path, "unrecorded") is not None
 
     def evaluation_under_way(self, path: Path) -> int | None:

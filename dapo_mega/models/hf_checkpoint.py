@@ -205,7 +205,7 @@ def _split_experts(stored: Mapping[str, TensorSpec]) -> tuple[dict[str, tuple[st
                 continue
             del specs[stack + SCALES]
             one = TensorSpec((2 * width * groups, rows), torch.bfloat16)
-        if not part_name(stack, 0):
+        if not part_name(stack, 0) or not spec.shape:
             continue
         del specs[name]
         has_biases = stack.endswith("_bias") or f"{stack}_bias" in stored
@@ -219,6 +219,8 @@ def _split_experts(stored: Mapping[str, TensorSpec]) -> tuple[dict[str, tuple[st
             for index, kind in enumerate(kinds):
                 parts[f"{kind}.weight"] = name, (expert, slice(index * rows, (index + 1) * rows))
                 specs[f"{kind}.weight"] = TensorSpec((rows, one.shape[1]), one.dtype)
+    if twice := parts.keys() & stored.keys():
+        raise InputError(f"the checkpoint stores {_listed(twice)} alone and in a stack of experts; remove one of the two")
     return parts, specs
 
 

@@ -133,12 +133,12 @@ LOST = {"evaluation/lost": 1.0}
 """What is recorded of an evaluation that was under way when the run ended, and whose weights are gone."""
 
 
-def is_recorded(output_dir: str, step: int) -> bool:
-    """Whether `metrics.jsonl` says what came of the evaluation of a step; a damaged one, which the next start mends,
-    does not."""
+def is_recorded(output_dir: str, step: int, what: str = "evaluation/") -> bool:
+    """Whether `metrics.jsonl` has metrics of a step whose names begin so; a damaged one, which the next start mends,
+    has none."""
     path = Path(output_dir) / "metrics.jsonl"
     try:
         records = read_metrics(path) if path.is_file() else []
     except (OSError, ValueError):
         records = []
-    return any(record["step"] == step and any(name.startswith("evaluation/") for name in record) for record in records)
+    return any(record["step"] == step and any(name.startswith(what) for name in record) for record in records)

@@ -6,6 +6,7 @@ It is plain code of the process that commands, which is rank 0. What all process
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from dapo_mega.batching.samples import samples_of_groups, samples_to_score
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.store import EVALUATION_UNDER_WAY, LoopState
 from dapo_mega.config import RunConfig
-from dapo_mega.errors import FleetError, InputError, StarvedError, at_step
+from dapo_mega.errors import FleetError, InputError, StarvedError, TrainerLost, at_step
 from dapo_mega.megatron.mismatch import mismatch_warning, starvation_cause
 from dapo_mega.metrics import Histogram
 from dapo_mega.metrics.timeline.file import TimelineWriter
@@ -206,13 +207,14 @@ def take_turn(run: TrainingRun) -> None:
     """Engines on the trainer's GPUs sleep, and the trainer has its memory, until weights are sent."""
     run.fleet.sleep()
     if run.config.rollout.offload_trainer:
-        run.trainer.hold("all")
+        with_trainer(run, lambda: run.trainer.hold("all"))
 
 
 def lend_memory(run: TrainingRun) -> None:
     """Engines on the trainer's GPUs, which wake when the run ends, have its memory from now on."""
     if run.config.rollout.offload_trainer:
-        run.trainer.hold("nothing")
+        with contextlib.suppress(TrainerLost):  # Its memory is free then, too.
+            run.trainer.hold("nothing")
 
 
 def give_back(run: TrainingRun) -> None:

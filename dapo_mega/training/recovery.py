@@ -51,6 +51,8 @@ def bring_back(run: TrainingRun, lost: TrainerLost) -> None:
         logger.warning("%s; step %d waits for another trainer, and engines keep their requests", lost, run.step + 1)
         try:
             run.meet()
+            if run.config.rollout.offload_trainer:
+                run.fleet.sleep()  # An update that broke off has woken engines.
             run.trainer.build()
             run.trainer.saved_step = None
             newest = find_checkpoint(run.trainer)

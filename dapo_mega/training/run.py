@@ -78,9 +78,8 @@ def is_finished(config: RunConfig, status: RunStatus, accept_changes: bool) -> b
     if newest:
         # It may have been stopped before it had recorded its last step, or an evaluation.
         under_way = store.evaluation_under_way(newest)
-        is_complete = not store.has_unrecorded_step(newest) and (
-            under_way is None or is_recorded(config.output_dir, under_way)
-        )
+        has_recorded = not store.has_unrecorded_step(newest) or is_recorded(config.output_dir, start_step, "")
+        is_complete = has_recorded and (under_way is None or is_recorded(config.output_dir, under_way))
         refuse_changes(config, folder, accepted=accept_changes)
     _refuse_lost_checkpoints(folder, newest)
     if start_step >= config.num_steps and is_complete and (is_exported or not config.checkpoint.save_hf_at_end):

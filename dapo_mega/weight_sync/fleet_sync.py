@@ -94,9 +94,11 @@ class FleetWeightSync(WeightSync):
     def _push(self, version: int, only_outdated: bool) -> dict[str, float]:
         """Choose the engines, pause their generation, send them the weights, and resume."""
         fleet = self._fleet
+        chosen = fleet.targets(only_outdated)
         if self._lends_memory:
+            fleet.sleep()  # Engines that have joined are awake.
             self._trainer.hold("weights")
-        targets = tuple(fleet.pause_generation(fleet.targets(only_outdated)))
+        targets = tuple(fleet.pause_generation(chosen))
         joining = tuple(target for target in targets if target.is_outdated)
         calls = UpdateCalls(fleet, targets, self._timeout_s, self._transport.report_failure)
         base_bytes = 0.0

@@ -33,7 +33,7 @@ def run_cases(models):
 
 def learnt(models, model, dtype, layout, *, lends):
     """All tensors after three updates, those of the weights while they were alone on the device, and what was on it:
-    [at the start, beside the weights, while lent, afterwards]."""
+    [beside the weights, while lent, afterwards]."""
     parallel = ParallelConfig(**layout)
     processes = start_processes(parallel, 0)
     settings = (parallel, OptimizerConfig(learning_rate=0.1, warmup_steps=0), processes)
@@ -42,8 +42,12 @@ def learnt(models, model, dtype, layout, *, lends):
     others = [ScoringModel(ModelConfig(path=str(models[model]), dtype=dtype), parallel, processes, 1.0)]
     if model == "dense":
         others.append(ValueModel(ModelConfig(path=str(models["value"]), dtype=dtype), *settings, **sizes))
+    trained = [policy, *others[1:]]
     alone, held = {}, []
-    lent = LentMemory(policy, others, processes.device)  # Before the optimizer has any state.
+    lent = LentMemory(policy, others, processes.device)
+    if lends:  # Before the optimizer has its state.
+        for what in ("weights", "nothing", "all"):
+            lent.hold(what)
     for seed in range(3):
         packed = policy.pack(
             flatten(make_samples(9, seed=seed)), token_budget=150, aggregation="token_mean", max_response_tokens=40
@@ -53,12 +57,12 @@ def learnt(models, model, dtype, layout, *, lends):
         for critic in others[1:]:
             critic.update([with_returns(batch) for batch in batches], ValueLoss())
         if lends:
-            held.append(lent.num_bytes)
             lent.hold("weights")
             alone = weights_of(policy)
             held.append(lent.num_bytes)
             lent.hold("nothing")
             held.append(lent.num_bytes)
+            assert not [s for s in map(torch.Tensor.untyped_storage, states_of(trained)) if s.nbytes()]
             if seed == 0:  # An update that failed: the weights are wanted again.
                 lent.hold("weights")
                 assert all(torch.equal(tensor, alone[name]) for name, tensor in weights_of(policy).items())
@@ -66,19 +70,22 @@ def learnt(models, model, dtype, layout, *, lends):
             lent.hold("all")
             held.append(lent.num_bytes)
             assert not any(buffer.grad_data.any() for buffer in gradient_buffers(policy))
-    trained = [policy, *others[1:]]
     gradients = [buffer.grad_data for subject in trained for buffer in gradient_buffers(subject)]
     planned = storage_bytes(gradients) + sum(map(optimizer_bytes, trained))
     tensors = [*weights_of(policy).values()]
     for subject in (*trained, *others[:1]):
         tensors += [weight.detach().clone() for chunk in subject.chunks for weight in chunk.parameters()]
-    for subject in trained:
-        states = [s for part in subject.optimizer.chained_optimizers for s in part.optimizer.state.values()]
-        tensors += [value.clone() for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors += [value.clone() for value in states_of(trained)]
     num_weights = storage_bytes(weight for chunk in policy.chunks for weight in chunk.parameters())
     of_others = storage_bytes(w for other in others for chunk in other.chunks for w in chunk.parameters())
     parallel_state.destroy_model_parallel()
     return tensors, alone, held, (num_weights, of_others, planned)
+
+
+def states_of(trained):
+    parts = [part for subject in trained for part in subject.optimizer.chained_optimizers]
+    states = [state for part in parts for state in part.optimizer.state.values()]
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def weights_of(policy):
@@ -97,4 +104,4 @@ def test_models_learn_the_same_while_their_memory_is_lent_between_updates(tmp_pa
             assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True)), name
             assert all(torch.equal(a, b) for a, b in zip(alone.values(), tensors, strict=False)), name
             num_weights, of_others, planned = sizes
-            assert held == [num_weights + of_others + planned, num_weights, 0, held[0]] * 3, (name, sizes)
+            assert held == [num_weights, 0, num_weights + of_others + planned] * 3, (name, sizes)

@@ -58,6 +58,13 @@ def test_experts_that_are_stored_together_are_read_as_single_ones(tmp_path):
     check_source(checkpoint, *load_architecture(model))
     assert checkpoint.names() == single.keys()
     assert all(torch.equal(checkpoint.tensor(name), tensor) for name, tensor in single.items())
+    alone = "model.layers.0.mlp.experts.1.up_proj.weight"
+    save_file({**fused, alone: single[alone].clone()}, model / "model.safetensors")
+    with pytest.raises(InputError, match=rf"stores {alone} alone and in a stack of experts; remove one"):
+        HfCheckpoint(model)
+    save_file({**fused, "model.layers.0.mlp.experts.down_proj": torch.zeros(())}, model / "model.safetensors")
+    with pytest.raises(InputError, match=r"lacks the tensors model\.layers\.0\.mlp\.experts\.0\.down_proj"):
+        check_source(HfCheckpoint(model), *load_architecture(model))
 
 
 def test_layers_of_multi_token_prediction_are_left_out_with_a_warning(tmp_path, caplog):

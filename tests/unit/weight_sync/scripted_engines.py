@@ -237,6 +237,7 @@ class ScriptedFleet:
         self.synced_versions = {}
         self.held = []
         self.released = []
+        self.turns = []
         self._thread = LoopThread("scripted-fleet")
 
     def targets(self, only_outdated):
@@ -268,11 +269,16 @@ class ScriptedFleet:
 
         return self._thread.start(call())
 
+    def sleep(self):
+        self.turns.append("sleep")
+
     def pause_generation(self, targets):
+        self.turns.append("pause")
         self.held.append([target.url for target in targets])
         return targets
 
     def resume_generation(self, targets):
+        self.turns.append("resume")
         self.released.append([target.url for target in targets])
 
     def synced(self, url, version):
