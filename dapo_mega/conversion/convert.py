@@ -429,8 +429,8 @@ def _regrouped(optimizer: dict[Any, Any], experts_apart: bool, arch: Architectur
         return first
     groups = optimizer["optimizer"]["param_groups"]
     # Experts without biases have matrices only, so only the group with weight decay.
-    has_biases = arch.experts is not None and arch.experts.has_biases
-    of_experts = [{**group, "is_expert_parallel": True} for group in groups if has_biases or group["wd_mult"] == 1.0]
+    chosen = [group for group in groups if arch.has_all_biases or group["wd_mult"] == 1.0]
+    of_experts = [{**group, "is_expert_parallel": True} for group in chosen]
     return {0: optimizer, 1: {**optimizer, "optimizer": {**optimizer["optimizer"], "param_groups": of_experts}}}
 
 

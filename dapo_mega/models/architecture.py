@@ -225,6 +225,11 @@ class Architecture:
         return None if theta is None else unscaled_frequencies(theta, self.rotated_dim)
 
     @property
+    def has_all_biases(self) -> bool:
+        """Whether every linear layer has a bias, routers and experts too."""
+        return self.experts is not None and self.experts.has_biases
+
+    @property
     def needs_local_layers(self) -> bool:
         """Whether only our own layers compute the model, Transformer Engine's not."""
         return self.norms != "before" or self.windowed_rope_theta is not None

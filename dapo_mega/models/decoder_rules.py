@@ -5,6 +5,7 @@ Rules whose tensors only some models have (biases, norms on queries and keys) lo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dapo_mega.models.architecture import Architecture
@@ -35,6 +36,13 @@ INPUT_NORM = TensorRule(
 )
 OUTPUT_PROJECTION = TensorRule((_ATTENTION + "linear_proj.weight",), (_HF_ATTENTION + "o_proj.weight",), ShardRule.ROW)
 
+
+def _query_key_norms(layout: ShardRule, applies: Callable[[Architecture], bool]) -> Iterator[TensorRule]:
+    for part in ("q", "k"):
+        names = (f"{_ATTENTION}{part}_layernorm.weight",), (f"{_HF_ATTENTION}{part}_norm.weight",)
+        yield TensorRule(*names, layout, applies)
+
+
 ATTENTION = (
     INPUT_NORM,
     TensorRule(
@@ -46,27 +54,8 @@ ATTENTION = (
         ShardRule.QKV,
         applies=lambda arch: arch.qkv_bias,
     ),
-    TensorRule(
-        (_ATTENTION + "q_layernorm.weight",),
-        (_HF_ATTENTION + "q_norm.weight",),
-        ShardRule.REPLICATED,
-        applies=lambda arch: arch.qk_norm and not arch.qk_norm_over_heads,
-    ),
-    TensorRule(
-        (_ATTENTION + "k_layernorm.weight",),
-        (_HF_ATTENTION + "k_norm.weight",),
-        ShardRule.REPLICATED,
-        applies=lambda arch: arch.qk_norm and not arch.qk_norm_over_heads,
-    ),
-    *(
-        TensorRule(
-            (f"{_ATTENTION}{part}_layernorm.weight",),
-            (f"{_HF_ATTENTION}{part}_norm.weight",),
-            ShardRule.COLUMN,
-            applies=lambda arch: arch.qk_norm_over_heads,
-        )
-        for part in ("q", "k")
-    ),
+    *_query_key_norms(ShardRule.REPLICATED, lambda arch: arch.qk_norm and not arch.qk_norm_over_heads),
+    *_query_key_norms(ShardRule.COLUMN, lambda arch: arch.qk_norm_over_heads),
     OUTPUT_PROJECTION,
     TensorRule(
         (_ATTENTION + "linear_proj.bias",),

@@ -36,7 +36,6 @@ from dapo_mega.models.unsupported import refusal
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes by the names of tensors without `model.`, `layers.` and the numbers of layers and experts."""
 
-
 LayerKind = Literal["all", "attention", "delta", "dense", "experts"]
 """Layers with attention or with a gated delta rule, and with an MLP or with a mixture of experts."""
 
@@ -212,9 +211,8 @@ def language_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """`language_config` of the checkpoint in a folder, whose FP8 weights are read as bf16."""
-    config = language_config(read_json_object(folder / "config.json"))
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+    """`language_config` of the checkpoint in a folder."""
+    return language_config(read_json_object(folder / "config.json"))
 
 
 def load_architecture(path: Path) -> tuple[ModelFamily, Architecture]:

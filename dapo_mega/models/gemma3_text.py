@@ -38,10 +38,6 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
     raw = {**_DEFAULTS, **raw}
     if raw.get("use_bidirectional_attention"):
         raise InputError("gemma3_text with use_bidirectional_attention=true is not supported; take a causal model")
-    pattern = raw["sliding_window_pattern"]
-    kinds = raw.get("layer_types") or [
-        "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(raw["num_hidden_layers"])
-    ]
     of_full, theta = of_full_attention(raw, raw["rope_local_base_freq"])
     biased = bool(raw.get("attention_bias", False))
     of_full |= {"layer_types": None, "hidden_act": raw["hidden_activation"]}
@@ -56,7 +52,7 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
         embedding_scale=math.sqrt(raw["hidden_size"]),
         attention_scale=raw["query_pre_attn_scalar"] ** -0.5,
         sliding_window=raw["sliding_window"],
-        full_attention_layers=full_attention_layers(kinds, raw),
+        full_attention_layers=full_attention_layers(raw, raw["sliding_window_pattern"]),
         windowed_rope_theta=theta,
     )
 

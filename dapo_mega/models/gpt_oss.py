@@ -44,15 +44,13 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
         del raw["quantization_config"]
     if raw.get("attention_bias", True) is False or raw.get("swiglu_alpha", _ALPHA) != _ALPHA:
         raise InputError(f"gpt_oss with attention_bias=false or a swiglu_alpha other than {_ALPHA} is not supported")
-    layers = range(raw["num_hidden_layers"])
-    kinds = raw.get("layer_types") or [("sliding_attention", "full_attention")[layer % 2] for layer in layers]
     return Architecture(
         **common_sizes({**raw, "layer_types": None}, {}),
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
         sliding_window=raw["sliding_window"],
-        full_attention_layers=full_attention_layers(kinds, raw),
+        full_attention_layers=full_attention_layers(raw, 2),
         attention_sinks=True,
         experts=Experts(
             number=raw["num_local_experts"],

@@ -20,7 +20,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, PlacedTensor
 from dapo_mega.models.hf_shapes import hf_shape
-from dapo_mega.models.stacked_experts import BLOCKS, SCALES, dequantized, part_name
+from dapo_mega.models.stacked_experts import BLOCKS, SCALES, from_mxfp4, part_name
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 # Beside each FP8 weight the scales of its blocks, under its name and this.
-_SCALES, _BLOCK = "_scale_inv", 128
+_FP8_SCALES, _FP8_BLOCK = "_scale_inv", 128
 _WEIGHT_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 # Written by old versions of transformers, never read.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -117,13 +117,13 @@ class HfCheckpoint:
         stored = {name: held[file][self._stored[name]] for name, file in self._files.items()}
         self._parts, self._specs = _split_experts(stored)
         fp8 = [name for name, spec in self._specs.items() if spec.dtype is torch.float8_e4m3fn]
-        self._scaled = {name for name in fp8 if name + _SCALES in self._specs}
+        self._scaled = {name for name in fp8 if name + _FP8_SCALES in self._specs}
         for name in self._scaled:
-            shape, scales = self._specs[name].shape, self._specs.pop(name + _SCALES).shape
-            if scales != tuple(-(-size // _BLOCK) for size in shape) or len(shape) != 2:
+            shape, scales = self._specs[name].shape, self._specs.pop(name + _FP8_SCALES).shape
+            if scales != tuple(-(-size // _FP8_BLOCK) for size in shape) or len(shape) != 2:
                 raise InputError(
                     f"{path} has scales {scales} for the FP8 weight {name} {shape}; only one for each block of "
-                    f"{_BLOCK} x {_BLOCK} is read: convert the checkpoint to bfloat16 first"
+                    f"{_FP8_BLOCK} x {_FP8_BLOCK} is read: convert the checkpoint to bfloat16 first"
                 )
             self._specs[name] = TensorSpec(shape, torch.bfloat16)
         self.num_left_out = len(places) - len(self._files)
@@ -147,11 +147,11 @@ class HfCheckpoint:
     def tensor(self, name: str) -> Tensor:
         self._check_present(name)
         if name in self._scaled:
-            return _dequantised(self._read(name, ...), self._read(name + _SCALES, ...))
+            return _from_fp8(self._read(name, ...), self._read(name + _FP8_SCALES, ...))
         stack, index = self._parts.get(name, (name, ...))
         if not stack.endswith(BLOCKS):
             return self._read(stack, index)
-        return dequantized(self._read(stack, index), self._read(stack.removesuffix(BLOCKS) + SCALES, index))
+        return from_mxfp4(self._read(stack, index), self._read(stack.removesuffix(BLOCKS) + SCALES, index))
 
     def _read(self, name: str, index: Any) -> Tensor:
         file = self.path / self._files[name]
@@ -168,12 +168,12 @@ class HfCheckpoint:
             raise InputError(f"{self.path} lacks the tensor {name!r}; is it a checkpoint of another model?")
 
 
-def _dequantised(weight: Tensor, scales: Tensor) -> Tensor:
+def _from_fp8(weight: Tensor, scales: Tensor) -> Tensor:
     """FP8 `weight` [rows, columns] times the float32 scale of each block, in bf16: as DeepSeek-V3's published
     `inference/fp8_cast_bf16.py` computes it."""
     scales = scales.float()
     for axis in (0, 1):
-        scales = scales.repeat_interleave(_BLOCK, axis).narrow(axis, 0, weight.shape[axis])
+        scales = scales.repeat_interleave(_FP8_BLOCK, axis).narrow(axis, 0, weight.shape[axis])
     return (weight.float() * scales).to(torch.bfloat16)
 
 
@@ -363,7 +363,7 @@ def _check_dtypes(source: TensorSource, names: set[str]) -> None:
     wrong = {name: spec.dtype for name in names if (spec := source.spec(name)).dtype not in _WEIGHT_DTYPES}
     if not wrong:
         return
-    if unscaled := {f"{name}{_SCALES}" for name, dtype in wrong.items() if dtype is torch.float8_e4m3fn}:
+    if unscaled := {f"{name}{_FP8_SCALES}" for name, dtype in wrong.items() if dtype is torch.float8_e4m3fn}:
         raise InputError(
             f"{source.path} lacks {_listed(unscaled)}, the scales of FP8 weights; copy the checkpoint again, or "
             f"convert it to bfloat16 first"

@@ -64,12 +64,17 @@ def _refuse_unsupported(raw: Mapping[str, Any], activations: Sequence[str]) -> N
         )
 
 
-def full_attention_layers(kinds: Sequence[str], raw: Mapping[str, Any]) -> frozenset[int]:
-    """Layers without the sliding window, counted from 0, by what each is in `layer_types`."""
-    if len(kinds) != raw["num_hidden_layers"] or set(kinds) - {"full_attention", "sliding_attention"}:
+def full_attention_layers(raw: Mapping[str, Any], interval: int, others: str = "sliding_attention") -> frozenset[int]:
+    """Layers with full attention, counted from 0, where all are of that kind or of the kind `others`: by `layer_types`,
+    or else every `interval`-th."""
+    number = raw["num_hidden_layers"]
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = [others if (layer + 1) % interval else "full_attention" for layer in range(number)]
+    if len(kinds) != number or set(kinds) - {"full_attention", others}:
         raise InputError(
-            f"layer_types has {len(kinds)} entries of {sorted(set(kinds))} for num_hidden_layers="
-            f"{raw['num_hidden_layers']}; each layer must be full_attention or sliding_attention"
+            f"layer_types has {len(kinds)} entries of {sorted(set(kinds))} for num_hidden_layers={number}; each layer "
+            f"must be full_attention or {others}"
         )
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
 

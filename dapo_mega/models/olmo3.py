@@ -16,13 +16,11 @@ _THETA = 500000.0
 
 def _read(raw: Mapping[str, Any]) -> Architecture:
     raw = {"rope_theta": _THETA, **raw}
-    layers = range(raw["num_hidden_layers"])
-    kinds = raw.get("layer_types") or ["sliding_attention" if (layer + 1) % 4 else "full_attention" for layer in layers]
     of_full, theta = of_full_attention(raw, raw["rope_theta"])
     return olmo2.read(
         {**of_full, "layer_types": None},
         sliding_window=raw.get("sliding_window", 4096),
-        full_attention_layers=full_attention_layers(kinds, raw),
+        full_attention_layers=full_attention_layers(raw, 4),
         windowed_rope_theta=theta,
     )
 

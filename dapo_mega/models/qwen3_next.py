@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dapo_mega.errors import InputError
 from dapo_mega.models import decoder_rules as rules
 from dapo_mega.models.architecture import Architecture, Experts, GatedDelta
 from dapo_mega.models.families import ModelFamily
-from dapo_mega.models.hf_sizes import common_sizes, sparse_dense_layers
+from dapo_mega.models.hf_sizes import common_sizes, full_attention_layers, sparse_dense_layers
 
-_DELTA, _ATTENTION = "linear_attention", "full_attention"
 DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 256,
@@ -33,6 +31,7 @@ def hybrid_sizes(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     """The fields of `Architecture` about everything but experts."""
     raw = {**defaults, **raw}
     biased = bool(raw.get("attention_bias", False))
+    attention = full_attention_layers(raw, raw.get("full_attention_interval") or 4, "linear_attention")
     return {
         **common_sizes({**raw, "layer_types": None}, defaults),
         "qkv_bias": biased,
@@ -41,7 +40,7 @@ def hybrid_sizes(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
         "output_gate": True,
         "zero_centred_norms": True,
         "gated_delta": GatedDelta(
-            layers=_delta_layers(raw),
+            layers=frozenset(range(raw["num_hidden_layers"])) - attention,
             conv_kernel=raw["linear_conv_kernel_dim"],
             num_key_heads=raw["linear_num_key_heads"],
             num_value_heads=raw["linear_num_value_heads"],
@@ -49,19 +48,6 @@ def hybrid_sizes(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
             value_head_dim=raw["linear_value_head_dim"],
         ),
     }
-
-
-def _delta_layers(raw: Mapping[str, Any]) -> frozenset[int]:
-    number, interval = raw["num_hidden_layers"], raw.get("full_attention_interval") or 4
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        kinds = [_DELTA if (layer + 1) % interval else _ATTENTION for layer in range(number)]
-    if len(kinds) != number or set(kinds) - {_DELTA, _ATTENTION}:
-        raise InputError(
-            f"layer_types lists {len(kinds)} layers of {sorted(set(kinds))}, but num_hidden_layers={number} and only "
-            f"{_DELTA} and {_ATTENTION} are known; correct it"
-        )
-    return frozenset(layer for layer in range(number) if kinds[layer] == _DELTA)
 
 
 def shared_experts(raw: Mapping[str, Any], *, normalised: bool, dense_layers: frozenset[int]) -> Experts:

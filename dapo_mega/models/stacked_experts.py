@@ -55,7 +55,7 @@ def stacked(tensors: Iterable[tuple[str, Tensor]], num_experts: int) -> Iterator
             parts = {}
 
 
-def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """An expert's weight [32 G, rows] in bfloat16 from MXFP4: blocks [rows, G, 16] of two numbers a byte, the lower
     half first, and the exponents [rows, G] that the numbers of a block share. OCP Microscaling Formats 1.0, section 5.
     Exact: every product is a number of bfloat16.

@@ -175,13 +175,10 @@ class ActivationModel:
         """One layer without recompute."""
         has_experts = self.placement.arch.has_experts(number)
         delta = self.placement.arch.gated_delta if self.placement.arch.has_delta(number) else None
+        attention = self._local_attention(number) if self.is_local else self._te_attention()
         return LayerBytes(
             self._norm(fused=not self.is_local and delta is None) + self._norm_behind,
-            self._delta_rule(delta)
-            if delta
-            else self._local_attention(number)
-            if self.is_local
-            else self._te_attention(),
+            self._delta_rule(delta) if delta else attention,
             self._around_delta(delta) if delta else self._around_attention(),
             self._norm(fused=not self.is_local and not has_experts) + self._norm_behind,
             self._experts() + self._shared_expert() if has_experts else self._mlp(self.placement.arch.ffn_hidden_size),

@@ -13,7 +13,7 @@ from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
 if TYPE_CHECKING:
     from dapo_mega.models import Architecture
-    from dapo_mega.models.architecture import Experts
+    from dapo_mega.models.architecture import Experts, GatedDelta
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 _GRADIENT_BYTES = 4
@@ -134,14 +134,14 @@ def _adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[tuple[
 
 def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
     """Elements of each parameter of a chunk on one process, experts left out."""
-    arch = placement.arch
+    arch, delta = placement.arch, placement.arch.gated_delta
     norms = [arch.hidden_size] * _num_norms(arch)
     attention = [*norms, *attention_matrices(placement), *_attention_vectors(placement)]
-    delta = [*norms, *delta_matrices(placement), *_delta_vectors(placement)]
+    rule = [*norms, *delta_matrices(placement, delta), *_delta_vectors(placement, delta)] if delta else []
     mlp, routing = _mlp_numels(placement), _routing_numels(placement, arch.experts) if arch.experts else []
     numels: list[int] = []
     for layer in chunk.layers:
-        numels += delta if arch.has_delta(layer) else attention
+        numels += rule if arch.has_delta(layer) else attention
         numels += routing if arch.experts and arch.has_experts(layer) else mlp
     embedding = placement.vocabulary * arch.hidden_size
     if chunk.is_first:
@@ -178,20 +178,15 @@ def attention_matrices(placement: RankLayout) -> list[int]:
     return [*matrices, latent.query_rank * hidden, queries * latent.query_rank]
 
 
-def delta_matrices(placement: RankLayout) -> list[int]:
+def delta_matrices(placement: RankLayout, delta: GatedDelta) -> list[int]:
     """Elements of the weights around a layer's gated delta rule on one process."""
-    delta, hidden = placement.arch.gated_delta, placement.arch.hidden_size
-    if delta is None:
-        return []
-    size = placement.parallel.tensor
+    hidden, size = placement.arch.hidden_size, placement.parallel.tensor
     return [sum(delta.sections) * hidden // size, delta.value_width * hidden // size]
 
 
-def _delta_vectors(placement: RankLayout) -> list[int]:
+def _delta_vectors(placement: RankLayout, delta: GatedDelta) -> list[int]:
     """Elements of the convolution, of the decays' two vectors and of the norm within a gated delta layer."""
-    delta, tensor = placement.arch.gated_delta, placement.parallel.tensor
-    if delta is None:
-        return []
+    tensor = placement.parallel.tensor
     heads = delta.num_value_heads // tensor
     return [sum(delta.sections[:3]) * delta.conv_kernel // tensor, heads, heads, delta.value_head_dim]
 
@@ -243,8 +238,8 @@ def linear_elements(placement: RankLayout, layer: int) -> int:
     """Elements of the weights of a transformer layer's linear layers, which FP8 applies to."""
     arch, chunk = placement.arch, Chunk(range(layer, layer + 1), is_first=False, is_last=False)
     vectors = _num_norms(arch) * arch.hidden_size
-    if arch.has_delta(layer):
-        vectors += sum(_delta_vectors(placement))
+    if arch.gated_delta and arch.has_delta(layer):
+        vectors += sum(_delta_vectors(placement, arch.gated_delta))
     if arch.experts and arch.has_experts(layer):
         vectors += (arch.experts.number + arch.experts.gates_shared) * arch.hidden_size
     return sum(dense_numels(placement, chunk)) - vectors + sum(expert_numels(placement, chunk))

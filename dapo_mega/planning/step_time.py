@@ -120,7 +120,7 @@ def layer_flops(placement: RankLayout, length: float) -> tuple[float, float]:
         # Of each head's state the products with key and query, and the correction.
         rule = 6.0 * delta.value_width * delta.key_head_dim
         share = len(delta.layers) / arch.num_layers
-        linear = (1 - share) * linear + share * (2.0 * sum(delta_matrices(whole)) + rule)
+        linear = (1 - share) * linear + share * (2.0 * sum(delta_matrices(whole, delta)) + rule)
         attention *= 1 - share
     return linear + 2.0 * mlps, attention
 

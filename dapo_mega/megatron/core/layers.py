@@ -78,13 +78,8 @@ def block_spec(
     )
 
 
-def has_all_biases(arch: Architecture) -> bool:
-    """Whether every linear layer has a bias, routers and experts too."""
-    return arch.experts is not None and arch.experts.has_biases
-
-
 def _add_biases(layer: ModuleSpec, arch: Architecture) -> None:
-    if has_all_biases(arch):
+    if arch.has_all_biases:
         return
     if arch.output_bias:
         attention = layer.submodules.self_attention.submodules

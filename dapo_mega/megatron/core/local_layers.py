@@ -35,7 +35,20 @@ class RMSNorm(torch.nn.Module):
         return normed
 
 
-class HeadsNorm(torch.nn.Module):
+class CutByHeads(torch.nn.Module):
+    """A layer of whose parameters each tensor-parallel process has those of its heads."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As Megatron stores what is cut along the first dimension."""
+        tensors = self.state_dict(prefix="", keep_vars=True)
+        axes = dict.fromkeys(tensors, 0)
+        stored: dict[str, Any] = make_sharded_tensors_for_checkpoint(tensors, prefix, axes, sharded_offsets)
+        return stored
+
+
+class HeadsNorm(CutByHeads):
     """Root-mean-square norm over all heads of all tensor-parallel processes together, each with its heads' weights."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, num_heads: int, eps: float = 1e-6) -> None:
@@ -54,15 +67,6 @@ class HeadsNorm(torch.nn.Module):
             squares = all_reduce(squares, group=parallel_state.get_tensor_model_parallel_group())
         normed = wide * (squares / self.size + self.eps).rsqrt()
         return (self.weight * normed.to(heads.dtype)).view(heads.shape)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The weights, cut over tensor-parallel processes."""
-        stored: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
-        )
-        return stored
 
 
 class NormedAddition(torch.nn.Module):

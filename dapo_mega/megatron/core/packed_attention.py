@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from dapo_mega.megatron.core.groups import context_group, gathered_tokens
+from dapo_mega.megatron.core.local_layers import CutByHeads
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _plan_pieces(cu_seqlens: Tensor, rank: int, size: int) -> tuple[tuple[Contex
     return tuple(pieces), torch.cat(where).to(cu_seqlens.device)
 
 
-class PackedAttention(torch.nn.Module):
+class PackedAttention(CutByHeads):
     """Causal core attention over packed sequences [T, heads, head_dim] with torch's fused kernels, Megatron's
     `window_size`, if set, and attention sinks with `softmax_type="learnable"`.
 
@@ -224,15 +225,6 @@ class PackedAttention(torch.nn.Module):
             query, key, value, attn_mask=visible, is_causal=visible is None, scale=scale
         )
         return output if self.softmax_offset is None else output[:, :, 1:, :-1]
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The sinks, cut over tensor-parallel processes by heads, as Megatron's attention layers store them."""
-        stored: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
-        )
-        return stored
 
 
 def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.core.layers import has_all_biases, uses_transformer_engine
+from dapo_mega.megatron.core.layers import uses_transformer_engine
 from dapo_mega.models import Architecture
 from dapo_mega.models.rope import YarnScaling
 
@@ -56,7 +56,7 @@ def transformer_config(
         layernorm_zero_centered_gamma=arch.zero_centred_norms,
         gated_linear_unit=True,
         # One switch for all layers, routers included; where only some have biases, specs add them.
-        add_bias_linear=has_all_biases(arch),
+        add_bias_linear=arch.has_all_biases,
         add_qkv_bias=arch.qkv_bias,
         softmax_scale=arch.softmax_scale,
         softmax_type="learnable" if arch.attention_sinks else "vanilla",
@@ -132,7 +132,7 @@ def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
         and not (arch.experts and arch.experts.swiglu_limit),
         "masked_softmax_fusion": False,
         # Megatron's grouped experts refuse it beside biases of theirs.
-        "bias_dropout_fusion": on_gpu and not has_all_biases(arch),
+        "bias_dropout_fusion": on_gpu and not arch.has_all_biases,
         # Megatron's fused rotary embedding of latent attention exists for YaRN only; the other one has no magnitude.
         "apply_rope_fusion": on_gpu
         and uses_transformer_engine(model)

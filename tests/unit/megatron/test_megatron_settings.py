@@ -52,7 +52,7 @@ class Made:
     def stage(self, config, spec, **arguments):
         self.note("transformer", fields(config))
         self.note("stage", {name: value for name, value in arguments.items() if name != "inverse_frequencies"})
-        return torch.nn.Module()
+        return torch.nn.ModuleDict({"decoder": torch.nn.ModuleDict({"layers": torch.nn.ModuleList()})})
 
     def wrapped(self, config, ddp, chunk, disable_bucketing):
         in_buckets = self.settings.get("ddp.in_buckets", [])
@@ -72,7 +72,9 @@ class Made:
 
 
 def fields(config):
-    made = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    values = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
+    # Megatron keeps the layout of a pipeline in an object.
+    made = {name: getattr(value, "input_data", value) for name, value in values}
     return {name: getattr(value, "__name__", None) if callable(value) else value for name, value in made.items()}
 
 
@@ -303,7 +305,7 @@ CHANGES = [
     ),
     (
         {
-            "arch": {"activation": "gelu_tanh", "norms_add_one": True, "attention_scale": 0.25},
+            "arch": {"activation": "gelu_tanh", "zero_centred_norms": True, "attention_scale": 0.25},
             "model": {"layer_implementation": "local"},
         },
         transformer(
@@ -364,7 +366,11 @@ CHANGES = [
     ),
     (
         {"parallel": {"pipeline": 2}},
-        transformer(pipeline_model_parallel_size=2, microbatch_group_size_per_vp_stage=2),
+        transformer(
+            pipeline_model_parallel_size=2,
+            pipeline_model_parallel_layout=[["embedding", "decoder", "decoder"], ["decoder", "decoder", "loss"]],
+            microbatch_group_size_per_vp_stage=2,
+        ),
     ),
     (
         {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "compute": OVERLAP},
@@ -375,6 +381,7 @@ CHANGES = [
             batch_p2p_comm=False,
             overlap_p2p_comm=True,
             pipeline_model_parallel_size=2,
+            pipeline_model_parallel_layout=[["embedding", "decoder"], ["decoder"], ["decoder"], ["decoder", "loss"]],
             virtual_pipeline_model_parallel_size=2,
             microbatch_group_size_per_vp_stage=2,
             no_sync_func=["chunk 0", "chunk 1"],

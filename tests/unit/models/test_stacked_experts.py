@@ -13,7 +13,7 @@ from dapo_mega.engines.sglang.engine_model import model_difference
 from dapo_mega.errors import InputError
 from dapo_mega.models import load_architecture
 from dapo_mega.models.families import find_family
-from dapo_mega.models.stacked_experts import dequantized
+from dapo_mega.models.stacked_experts import from_mxfp4
 from tests.distributed.tiny import make_gpt_oss_model
 
 GIB = 1 << 30
@@ -23,7 +23,7 @@ def test_every_byte_and_every_scale_becomes_what_it_is_in_transformers():
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(1, 256, 16, 16)
     scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).expand(1, 256, 16)
     expected = convert_moe_packed_tensors(blocks, scales)[0]
-    found = dequantized(blocks[0], scales[0])
+    found = from_mxfp4(blocks[0], scales[0])
     assert found.dtype == torch.bfloat16
     assert torch.equal(found.contiguous().view(torch.int16), expected.view(torch.int16))
 
