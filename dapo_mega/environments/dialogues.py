@@ -77,10 +77,9 @@ class Dialogue(Protocol):
         read = self.read(prompt_ids, sampled_ids)
         if any(call["problem"] for call in read.calls):
             return {"role": "assistant", "content": self._decode([np.asarray(sampled_ids)])[0]}
-        functions = [{"name": call["name"], "arguments": call["arguments"]} for call in read.calls]
         calls = [
-            {"id": call["id"], "type": "function", "function": function}
-            for call, function in zip(read.calls, functions, strict=True)
+            {"id": call["id"], "type": "function", "function": {key: call[key] for key in ("name", "arguments")}}
+            for call in read.calls
         ]
         message = {"role": "assistant", "content": read.text, "tool_calls": calls, "reasoning_content": read.reasoning}
         return {key: value for key, value in message.items() if value or key == "content"}

@@ -12,7 +12,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.models import decoder_rules as rules
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily
-from dapo_mega.models.hf_sizes import common_sizes, full_attention_layers
+from dapo_mega.models.hf_sizes import attention_biases, common_sizes, full_attention_layers
 from dapo_mega.models.rope import of_full_attention
 
 _DEFAULTS = {
@@ -39,12 +39,10 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
     if raw.get("use_bidirectional_attention"):
         raise InputError("gemma3_text with use_bidirectional_attention=true is not supported; take a causal model")
     of_full, theta = of_full_attention(raw, raw["rope_local_base_freq"])
-    biased = bool(raw.get("attention_bias", False))
     of_full |= {"layer_types": None, "hidden_act": raw["hidden_activation"]}
     return Architecture(
         **common_sizes(of_full, {}, ("gelu_pytorch_tanh",)),
-        qkv_bias=biased,
-        output_bias=biased,
+        **attention_biases(raw),
         qk_norm=True,
         norms="around",
         zero_centred_norms=True,

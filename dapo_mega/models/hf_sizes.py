@@ -37,6 +37,12 @@ def common_sizes(
     }
 
 
+def attention_biases(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Architecture` that `attention_bias` sets: all four projections have biases, or none has."""
+    biased = bool(raw.get("attention_bias", False))
+    return {"qkv_bias": biased, "output_bias": biased}
+
+
 _FP8_BLOCKS: Final = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 """The quantised weights that `HfCheckpoint` reads: those of DeepSeek's originals."""
 

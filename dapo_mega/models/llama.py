@@ -8,17 +8,15 @@ from typing import Any
 from dapo_mega.models import decoder_rules as rules
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily
-from dapo_mega.models.hf_sizes import common_sizes
+from dapo_mega.models.hf_sizes import attention_biases, common_sizes
 
 _DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048}
 
 
 def _read(raw: Mapping[str, Any]) -> Architecture:
-    biased = bool(raw.get("attention_bias", False))
     return Architecture(
         **common_sizes(raw, _DEFAULTS),
-        qkv_bias=biased,
-        output_bias=biased,
+        **attention_biases(raw),
         mlp_bias=bool(raw.get("mlp_bias", False)),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 from dapo_mega.models import decoder_rules as rules
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily
-from dapo_mega.models.hf_sizes import common_sizes
+from dapo_mega.models.hf_sizes import attention_biases, common_sizes
 
 _DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 
@@ -17,11 +17,9 @@ PER_LAYER = (*rules.ATTENTION, *rules.NORMS_BEHIND, *rules.DENSE_MLP)
 
 def read(raw: Mapping[str, Any], **others: Any) -> Architecture:
     """The architecture of a `config.json`; `others` are the fields in which OLMo-3 differs."""
-    biased = bool(raw.get("attention_bias", False))
     return Architecture(
         **common_sizes(raw, _DEFAULTS),
-        qkv_bias=biased,
-        output_bias=biased,
+        **attention_biases(raw),
         qk_norm=True,
         qk_norm_over_heads=True,
         norms="behind",

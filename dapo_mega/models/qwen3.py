@@ -8,14 +8,13 @@ from typing import Any
 from dapo_mega.models import decoder_rules as rules
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily
-from dapo_mega.models.hf_sizes import common_sizes
+from dapo_mega.models.hf_sizes import attention_biases, common_sizes
 
 _DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}
 
 
 def _read(raw: Mapping[str, Any]) -> Architecture:
-    biased = bool(raw.get("attention_bias", False))
-    return Architecture(**common_sizes(raw, _DEFAULTS), qkv_bias=biased, output_bias=biased, qk_norm=True)
+    return Architecture(**common_sizes(raw, _DEFAULTS), **attention_biases(raw), qk_norm=True)
 
 
 FAMILY = ModelFamily(

@@ -8,20 +8,18 @@ from typing import Any
 from dapo_mega.models import decoder_rules as rules
 from dapo_mega.models.architecture import Architecture, Experts
 from dapo_mega.models.families import ModelFamily
-from dapo_mega.models.hf_sizes import common_sizes, sparse_dense_layers
+from dapo_mega.models.hf_sizes import attention_biases, common_sizes, sparse_dense_layers
 
 _DEFAULTS = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
 
 
 def _read(raw: Mapping[str, Any]) -> Architecture:
     sizes = common_sizes(raw, _DEFAULTS)
-    biased = bool(raw.get("attention_bias", False))
     # transformers 4 writes num_experts, transformers 5 num_local_experts.
     num_experts = raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"]
     return Architecture(
         **sizes,
-        qkv_bias=biased,
-        output_bias=biased,
+        **attention_biases(raw),
         qk_norm=True,
         experts=Experts(
             number=num_experts,

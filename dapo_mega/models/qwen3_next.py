@@ -8,7 +8,7 @@ from typing import Any
 from dapo_mega.models import decoder_rules as rules
 from dapo_mega.models.architecture import Architecture, Experts, GatedDelta
 from dapo_mega.models.families import ModelFamily
-from dapo_mega.models.hf_sizes import common_sizes, full_attention_layers, sparse_dense_layers
+from dapo_mega.models.hf_sizes import attention_biases, common_sizes, full_attention_layers, sparse_dense_layers
 
 DEFAULTS = {
     "num_key_value_heads": 2,
@@ -30,12 +30,10 @@ DEFAULTS = {
 def hybrid_sizes(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `Architecture` about everything but experts."""
     raw = {**defaults, **raw}
-    biased = bool(raw.get("attention_bias", False))
     attention = full_attention_layers(raw, raw.get("full_attention_interval") or 4, "linear_attention")
     return {
         **common_sizes({**raw, "layer_types": None}, defaults),
-        "qkv_bias": biased,
-        "output_bias": biased,
+        **attention_biases(raw),
         "qk_norm": True,
         "output_gate": True,
         "zero_centred_norms": True,

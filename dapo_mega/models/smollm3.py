@@ -8,7 +8,7 @@ from typing import Any
 from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily
-from dapo_mega.models.hf_sizes import common_sizes
+from dapo_mega.models.hf_sizes import attention_biases, common_sizes
 from dapo_mega.models.llama import FAMILY as LLAMA
 
 _DEFAULTS = {
@@ -27,11 +27,9 @@ def _read(raw: Mapping[str, Any]) -> Architecture:
     rotates = [(layer + 1) % interval for layer in layers] if listed is None else listed
     if len(rotates) < len(layers):
         raise InputError(f"no_rope_layers has {len(rotates)} numbers for {len(layers)} layers; correct it")
-    biased = bool(raw.get("attention_bias", False))
     return Architecture(
         **sizes,
-        qkv_bias=biased,
-        output_bias=biased,
+        **attention_biases(raw),
         mlp_bias=bool(raw.get("mlp_bias", False)),
         unrotated_layers=frozenset(layer for layer in layers if not rotates[layer]),
     )

@@ -23,8 +23,8 @@ _KEEP_ALIVE_S = 2.0  # Servers close idle connections after 5 s; a request sent 
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 
-def most_open_files() -> int:
-    """How many files, connections included, this process may have open, after its limit was raised as far as it may."""
+def raise_file_limit() -> int:
+    """Let this process have as many files open, connections included, as it may; returns how many."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard if hard != resource.RLIM_INFINITY else sys.maxsize

@@ -40,7 +40,7 @@ from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.environments.base import SINGLE_TURN, Generate, Progress, SingleTurn
 from dapo_mega.errors import InputError
-from dapo_mega.rewards.bounded_http import most_open_files
+from dapo_mega.rewards.bounded_http import raise_file_limit
 from dapo_mega.rollout.groups import OpenGroup
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, SamplingParams, Trajectory
 
@@ -112,7 +112,7 @@ async def measure_crowd(num_requests: int) -> Crowd:
     """Two requests for every place, so that one half waits while the other is in flight. Of places for which this
     process may not open enough files, those are left out."""
     per_engine = num_requests // _NUM_ENGINES
-    most_per_engine = min(per_engine, (most_open_files() - _OTHER_FILES) // _NUM_ENGINES)
+    most_per_engine = min(per_engine, (raise_file_limit() - _OTHER_FILES) // _NUM_ENGINES)
     with _scripted_engines(most_per_engine) as urls:
         clients = [EngineClient(url, _KEY) for url in urls]
         environment = _Noting()

@@ -41,7 +41,7 @@ from dapo_mega.engines.sglang.registry import EngineRegistry, Registration
 from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.engines.sglang.weight_protocol import ADAPTER, OTHER_MODEL, PROTOCOL
 from dapo_mega.models import Architecture
-from dapo_mega.rewards.bounded_http import most_open_files
+from dapo_mega.rewards.bounded_http import raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Membership:
             on_wrong_weights=self._answered_with_wrong_weights,
             run=self._run,
             seed=self._config.seed,
-            most_calls=max(1, int(share_of_files * most_open_files())),
+            most_calls=max(1, int(share_of_files * raise_file_limit())),
             adapter=ADAPTER if self._config.sends_adapters else "",
         )
 

@@ -502,7 +502,7 @@ def test_an_update_under_thousands_of_requests_loses_and_doubles_none(servers, d
 
 
 def test_requests_for_which_too_few_files_may_be_open_wait(servers, drive, caplog, monkeypatch):
-    monkeypatch.setattr(membership, "most_open_files", lambda: 100)
+    monkeypatch.setattr(membership, "raise_file_limit", lambda: 100)
     group = servers(1)
     engine = group.engines[0]
     engine.release_at = 50
@@ -525,8 +525,8 @@ def test_requests_for_which_too_few_files_may_be_open_wait(servers, drive, caplo
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
     program = (
-        "import resource; from dapo_mega.rewards.bounded_http import most_open_files; "
-        "print(most_open_files(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+        "import resource; from dapo_mega.rewards.bounded_http import raise_file_limit; "
+        "print(raise_file_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     command = ["bash", "-c", 'ulimit -Sn 100; ulimit -Hn 300; exec "$@"', "-", sys.executable, "-c", program]
     assert subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S).stdout.split() == ["300"] * 3
