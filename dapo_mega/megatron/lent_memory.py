@@ -27,6 +27,7 @@ class LentMemory:
     """
 
     def __init__(self, policy: TrainedModel, others: Sequence[MegatronModel], device: torch.device) -> None:
+        self.held: Held = "all"
         self._trained = [model for model in (policy, *others) if isinstance(model, TrainedModel)]
         self._others = others
         self._device = device
@@ -53,6 +54,9 @@ class LentMemory:
         Copies to the host run beside what the device does: those of weights that are held, for when they leave. Copies
         to the device are ordered before what it is told to do next.
         """
+        if held == self.held:
+            return
+        self.held = held
         if held == "nothing":
             self._weights.leave()
         else:
