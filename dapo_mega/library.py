@@ -147,7 +147,13 @@ class Run:
 
     @property
     def trainer(self) -> Trainer:
-        """What holds the models: scores, updates, saves, loads and exports them."""
+        """What holds the models: scores, updates, saves, loads and exports them. Raises InputError while engines have
+        its memory."""
+        if self._open.trainer.is_lent:
+            raise InputError(
+                "engines have the memory of the models (rollout.offload_trainer=true); use them between `collect` and "
+                "`learn`, or set it to false"
+            )
         return self._open.trainer
 
     @property

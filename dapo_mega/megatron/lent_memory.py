@@ -27,18 +27,18 @@ class LentMemory:
     """
 
     def __init__(self, policy: TrainedModel, others: Sequence[MegatronModel], device: torch.device) -> None:
+        self.held: Held = "all"
         self._policy, self._others = policy, others
         self._trained = [model for model in (policy, *others) if isinstance(model, TrainedModel)]
         buffers = (buffer for model in self._trained for buffer in gradient_buffers(model.chunks))
         self._gradients = [(buffer, buffer.untyped_storage().nbytes()) for buffer in buffers]
         self._weights, self._rest = _Copied(device), _Copied(device)
-        self._held: Held = "all"
         self._look()
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are on the device now."""
-        if self._held == "all":
+        if self.held == "all":
             self._look()
         gradients = sum(buffer.untyped_storage().nbytes() for buffer, _ in self._gradients)
         return self._weights.num_bytes + self._rest.num_bytes + gradients
@@ -49,11 +49,13 @@ class LentMemory:
         Copies to the host run beside what the device does: those of weights that are held, for when they leave. Copies
         to the device are ordered before what it is told to do next.
         """
-        if self._held == "all" and held != "all":
+        if held == self.held:
+            return
+        if self.held == "all":
             self._look()
         if held == "nothing":
             self._weights.leave()
-        elif self._held == "nothing":
+        elif self.held == "nothing":
             self._weights.come_back()
         if held != "all":
             self._rest.leave()
@@ -62,13 +64,13 @@ class LentMemory:
             accelerator.free_cached_memory()
             if held == "weights":
                 self._weights.begin_to_leave()
-        elif self._held != "all":
+        else:
             self._weights.forget_copies()
             self._rest.come_back()
             for buffer, num_bytes in self._gradients:
                 buffer.untyped_storage().resize_(num_bytes)
                 buffer.zero_()
-        self._held = held
+        self.held = held
 
     def _look(self) -> None:
         """Find what is on the device: an optimizer makes its state at its first update."""
@@ -78,7 +80,7 @@ class LentMemory:
         rest = _storages([*of_optimizers, *of_others], self._rest.device)
         self._weights.storages = list(weights.values())
         # In float32 the optimizer trains the model's own weights.
-        self._rest.storages = [rest[key] for key in rest.keys() - weights.keys()]
+        self._rest.storages = [storage for key, storage in rest.items() if key not in weights]
 
 
 class _Copied:

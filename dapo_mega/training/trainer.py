@@ -218,6 +218,11 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
             self._lent = LentMemory(self.policy, others, self.processes.device)
         self._lent.hold(held)
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether engines have memory of the models, which cannot be used then."""
+        return self._lent is not None and self._lent.held != "all"
+
     @command
     def logprobs(self, tokens: TokenIds) -> LogProbs:
         """The policy's log-probs [L - 1] of all tokens but the first, at temperature 1, as engines score prompts."""

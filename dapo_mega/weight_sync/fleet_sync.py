@@ -94,9 +94,11 @@ class FleetWeightSync(WeightSync):
     def _push(self, version: int, only_outdated: bool) -> dict[str, float]:
         """Choose the engines, pause their generation, send them the weights, and resume."""
         fleet = self._fleet
+        if self._lends_memory:  # Engines may start while it waits for them.
+            self._trainer.hold("weights" if fleet.is_serving() else "nothing")
         chosen = fleet.targets(only_outdated)
         if self._lends_memory:
-            fleet.sleep()  # Engines that have joined are awake.
+            fleet.sleep()  # Those that have joined are awake.
             self._trainer.hold("weights")
         targets = tuple(fleet.pause_generation(chosen))
         joining = tuple(target for target in targets if target.is_outdated)

@@ -550,7 +550,9 @@ def test_a_trainer_lends_its_memory_to_colocated_engines_that_generate(tmp_path,
 
         training_run.collector._engine.generate = noted
         records = run(training_run)
+        assert trainer.is_lent
         loop.take_turn(training_run)
+        assert not trainer.is_lent
         trainer.finish_saving()
         weights = {name: t.clone() for bucket in trainer.policy.weights(1 << 20) for name, t in bucket}
     assert len(lent) >= 32

@@ -8,7 +8,8 @@ import pytest
 from dapo_mega.checkpoints.folders import CheckpointFolders
 from dapo_mega.config import RunConfig
 from dapo_mega.config.files import validated
-from dapo_mega.errors import TrainerLost
+from dapo_mega.errors import InputError, TrainerLost
+from dapo_mega.library import Run
 from dapo_mega.metrics.jsonl import encode_line
 from dapo_mega.training import loop, recovery, run
 from dapo_mega.training.run_status import RunStatus
@@ -39,6 +40,15 @@ def test_a_trainer_that_died_while_it_had_lent_its_memory_is_waited_for(monkeypa
     training.trainer.num_losses = 1
     loop.lend_memory(training)  # At the run's end nobody waits for another.
     assert len(brought) == 1
+
+
+def test_models_whose_memory_is_lent_are_not_given_to_a_notebook():
+    opened = Run(SimpleNamespace())
+    opened._run = SimpleNamespace(trainer=SimpleNamespace(is_lent=True))
+    with pytest.raises(InputError, match="use them between `collect` and `learn`"):
+        _ = opened.trainer
+    opened._run.trainer.is_lent = False
+    assert opened.trainer is opened._run.trainer
 
 
 @pytest.mark.parametrize(("last_record", "is_complete"), [(1, False), (2, True)])

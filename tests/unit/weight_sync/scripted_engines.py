@@ -269,6 +269,9 @@ class ScriptedFleet:
 
         return self._thread.start(call())
 
+    def is_serving(self):
+        return len(self.outdated | set(self.away)) < len(self.engines)
+
     def sleep(self):
         self.turns.append("sleep")
 

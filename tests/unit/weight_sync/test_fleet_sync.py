@@ -108,11 +108,19 @@ def test_engines_that_join_get_the_base_and_all_get_adapters(sync, fleet):
 def test_engines_are_asleep_when_the_weights_come_and_awake_only_without_them(sync, fleet, monkeypatch):
     sync._sync._lends_memory = True
     monkeypatch.setattr(Pushing, "hold", lambda self, held: fleet.turns.append(held), raising=False)
+    sync.push(Policy().advance(), 1)
+    sync.push(Policy().advance(), 2)
+    turn = ["sleep", "weights", "pause", "nothing", "resume"]
+    assert fleet.turns == ["nothing", *turn, "weights", *turn]
+    for url in URLS:
+        fleet.failed(url, "too slow")
+    fleet.return_all()
+    fleet.turns.clear()
     for engine in fleet.engines.values():
         engine.faults = {("update", 1): "die"}
     with pytest.raises(FleetError, match="no engine took the weights"):
-        sync.push(Policy().advance(), 1)
-    assert fleet.turns == ["sleep", "weights", "pause", "nothing", "resume"] * 3
+        sync.push(Policy().advance(), 3)
+    assert fleet.turns == ["nothing", *turn] * 3
 
 
 def test_an_engine_that_is_silent_is_found_and_the_others_are_updated(processes, fleet):
