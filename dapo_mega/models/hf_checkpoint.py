@@ -220,7 +220,9 @@ def _split_experts(stored: Mapping[str, TensorSpec]) -> tuple[dict[str, tuple[st
                 parts[f"{kind}.weight"] = name, (expert, slice(index * rows, (index + 1) * rows))
                 specs[f"{kind}.weight"] = TensorSpec((rows, one.shape[1]), one.dtype)
     if twice := parts.keys() & stored.keys():
-        raise InputError(f"the checkpoint stores {_listed(twice)} alone and in a stack of experts; remove one of the two")
+        raise InputError(
+            f"the checkpoint stores {_listed(twice)} alone and in a stack of experts; remove one of the two"
+        )
     return parts, specs
 
 

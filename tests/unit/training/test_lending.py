@@ -62,5 +62,7 @@ def test_a_run_is_finished_whose_last_checkpoint_came_before_its_record(tmp_path
     store.begin(2)
     (store.partial(2) / "loop.json").write_text(json.dumps({"unrecorded": {"policy/entropy": 1.0}}))
     store.complete(2)
-    (output / "metrics.jsonl").write_text("".join(encode_line(step, {"a/b": 1.0}) for step in range(1, last_record + 1)))
+    (output / "metrics.jsonl").write_text(
+        "".join(encode_line(step, {"a/b": 1.0}) for step in range(1, last_record + 1))
+    )
     assert run.is_finished(config, RunStatus(output), accept_changes=True) is is_complete
