@@ -148,6 +148,8 @@ class Turns(InTurnsEnvironment):
                     raise
                 self._note_unwritten(error)
                 return "parse"
+            if not ids:
+                raise InputError(f"{self._own.title} returned rewrite=True without any text; give text or messages")
             if before and ids[: len(before)] == before:
                 ids, is_new = ids[len(before) :], False
         if len(ids) > limit + len(before) * is_new or len(ids) >= pieces.left:

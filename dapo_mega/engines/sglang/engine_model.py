@@ -33,7 +33,8 @@ def model_difference(described: Mapping[str, Any] | None, arch: Architecture) ->
     kind = described.get("model_type") if described else None
     if described is None or not isinstance(kind, str) or kind not in families():
         return ""
-    if (described.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+    quantization = described.get("quantization_config")
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4":
         return (
             f"{OTHER_MODEL}: its weights are in MXFP4, which no update reaches; start it with --model FOLDER, an export"
         )

@@ -31,7 +31,7 @@ def transformer_config(
         what = "attention sinks" if arch.attention_sinks else f"sliding_window={arch.sliding_window}"
         raise InputError(
             f"{what} under parallel.context={parallel.context} is not supported by Transformer Engine's ring "
-            "attention; set parallel.context=1"
+            "attention; set parallel.context=1, or model.layer_implementation=local"
         )
     if arch.needs_local_layers and uses_transformer_engine(model):
         raise InputError(

@@ -80,6 +80,9 @@ class Folding(Echo):
         seen = super().step(action)
         return seen | {"text": "so far", "rewrite": True} if action["turn"] == 1 else seen
 
+class Emptied(Echo):
+    def step(self, action): return {"rewrite": True}
+
 class NoStep:
     def reset(self, task, seed): pass
 
@@ -369,6 +372,8 @@ def test_an_environment_that_rewrites_the_history_begins_a_piece(turns):
         400 - trajectory.turns[1].stop - len(encode("so far"))]  # fmt: skip
     short, requests = run(environment, request(trajectory.turns[1].stop + 6), "ab")
     assert (short.stop, len(requests)) == ("context", 2)
+    with pytest.raises(InputError, match="returned rewrite=True without any text"):
+        run(turns("Emptied"), request(), "ab")
 
 
 @pytest.mark.parametrize("kind", ["Folding", "chat"])
