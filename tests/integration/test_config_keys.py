@@ -57,7 +57,6 @@ NOT_READ_BY_A_RUN = {
     "reward.retries": "with reward.function",
     "rollout.engine_tolerance": "with engines of a fleet",
     "rollout.fleet.": "with engines of a fleet",
-    "rollout.offload_trainer": "with colocated engines",
     "controller.host": "with a controller of its own",
     "controller.wait_limit_s": "with a controller of its own",
     "rollout.max_attempts": "with engines of a fleet: the embedded engine does not fail single requests",
@@ -123,6 +122,8 @@ ELSEWHERE = {
         for test, keys in PROGRAMS.items()
         for key in keys
     },
+    "rollout.offload_trainer": "integration/test_fleet.py::"
+    "test_a_trainer_lends_its_memory_to_colocated_engines_that_generate",
     "controller.own_process": "integration/test_resume.py::test_a_controller_of_its_own_gives_the_same_run",
     **dict.fromkeys(
         ("controller.host", "controller.wait_limit_s"),
