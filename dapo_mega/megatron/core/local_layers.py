@@ -29,9 +29,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] of the input's dtype; the mean square is taken over the last dimension in float32."""
-        if self.is_zero_centred:  # As in transformers, all in float32.
-            return _RMSNorm.apply(hidden.float(), 1 + self.weight.float(), self.eps).to(hidden.dtype)  # type: ignore[no-any-return]
-        normed: Tensor = _RMSNorm.apply(hidden, self.weight, self.eps)
+        weight = 1 + self.weight.float() if self.is_zero_centred else self.weight
+        normed: Tensor = _RMSNorm.apply(hidden, weight, self.eps)
         return normed
 
 
@@ -88,8 +87,9 @@ class NormedAddition(torch.nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Computed in float32; the weight is applied after the cast back, as in transformers. The backward pass recomputes
-    n = x / rms(x) from the saved input x: dx = (dn - n mean(dn n)) / rms(x) with dn = dy w."""
+    """Computed in float32; a weight of the input's dtype is applied after the cast back, as in transformers, and one in
+    float32 before it. The backward pass recomputes n = x / rms(x) from the saved input x: dx = (dn - n mean(dn n)) /
+    rms(x) with dn = dy w."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -97,14 +97,14 @@ class _RMSNorm(torch.autograd.Function):
         mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(hidden.shape[-1])
         inverse = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(hidden, weight, inverse)
-        return (wide * inverse).to(hidden.dtype).mul_(weight)
+        return (wide * inverse).to(torch.promote_types(hidden.dtype, weight.dtype)).mul_(weight).to(hidden.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden, weight, inverse = ctx.saved_tensors
         gradient = gradients[0]
         wide = hidden.float() * inverse
-        of_weight = (gradient * wide.to(hidden.dtype)).flatten(0, -2).sum(0)
+        of_weight = (gradient * wide.to(torch.promote_types(hidden.dtype, weight.dtype))).flatten(0, -2).sum(0)
         of_normed = (gradient * weight).float()
         share = torch.linalg.vecdot(of_normed, wide).unsqueeze(-1).div_(-hidden.shape[-1])
         return of_normed.addcmul_(wide, share).mul_(inverse).to(hidden.dtype), of_weight, None
