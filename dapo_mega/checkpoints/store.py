@@ -41,8 +41,9 @@ from dapo_mega.megatron.core.checkpoint_files import (
 from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer, write_config
-from dapo_mega.models.megatron_format.files import CRITIC_PREFIX, write_vocabulary
+from dapo_mega.models.megatron_format.files import CRITIC_PREFIX
 from dapo_mega.models.megatron_format.pickles import check_pickles, read_metadata
+from dapo_mega.models.megatron_format.writing import write_vocabulary
 from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE
 
 Arrays = Mapping[str, npt.NDArray[Any]]

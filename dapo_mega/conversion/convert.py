@@ -29,25 +29,23 @@ from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer, save_shard, shard_files, write_index
 from dapo_mega.models.layouts import DELTA, GATED, delta_sections, gate_and_up
+from dapo_mega.models.megatron_format.entries import (
+    Entry,
+    cuts,
+    delta_part,
+    no_extra_state,
+    stored_entries,
+    stored_shape,
+)
 from dapo_mega.models.megatron_format.files import (
     CRITIC_PREFIX,
     OPTIMIZER_KEY,
-    Block,
-    Entry,
     MegatronCheckpoint,
     MegatronFiles,
-    cuts,
-    delta_part,
-    is_finite,
     is_megatron_folder,
-    no_extra_state,
-    owned,
-    stored_entries,
-    stored_shape,
-    write_blocks,
-    write_metadata,
 )
 from dapo_mega.models.megatron_format.pickles import COMMON_FILE, read_common
+from dapo_mega.models.megatron_format.writing import Block, is_finite, owned, write_blocks, write_metadata
 from dapo_mega.models.stacked_experts import stacked, stacks
 from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE, open_any, open_critic
 

@@ -20,12 +20,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, find_family, load_architecture, read_architecture, read_config
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec
-from dapo_mega.models.megatron_format.files import (
-    MegatronCheckpoint,
-    MegatronFiles,
-    is_megatron_folder,
-    open_source,
-)
+from dapo_mega.models.megatron_format.files import MegatronCheckpoint, MegatronFiles, is_megatron_folder, open_source
 
 CRITIC_CONFIG_FILE = "critic_config.json"
 """The `config.json` of the value model that a checkpoint holds beside a policy."""

@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoint format (`torch_dist`), read and written without a Megatron model.
+"""Megatron's distributed checkpoint format (`torch_dist`), read without a Megatron model.
 
 Every parameter is one global tensor, whatever the layout. Where all layers are alike they are stacked along a new
 first axis, experts along the next one; gate and up projections follow each other; the vocabulary is padded to a
@@ -9,43 +9,35 @@ lie.
 from __future__ import annotations
 
 import io
-import json
-import math
 import os
-import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     DefaultLoadPlanner,
     FileSystemReader,
     LoadPlan,
-    Metadata,
     TensorStorageMetadata,
 )
 
 # Megatron's writer fills the same private record: torch has no public one.
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dapo_mega.atomic_files import check_regular, disk_refusal, read_json_object, replace_file
+from dapo_mega.atomic_files import check_regular, read_json_object
 from dapo_mega.errors import InputError
-from dapo_mega.models import Architecture, ModelFamily, ShardRule, merge_shards, take_shard
+from dapo_mega.models import Architecture, ModelFamily, ShardRule, merge_shards
 from dapo_mega.models.families import PlacedTensor
-from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, all_tensors, check_count
+from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, check_count
 from dapo_mega.models.hf_shapes import hf_shape
-from dapo_mega.models.layouts import DELTA, GATED, ROWS, delta_sections
+from dapo_mega.models.megatron_format.entries import DELTA_PARTS, stored_entries, stored_shape
 from dapo_mega.models.megatron_format.pickles import (
-    COMMON_FILE,
     DAMAGED_PICKLE,
     METADATA_FILE,
     check_object,
@@ -54,9 +46,7 @@ from dapo_mega.models.megatron_format.pickles import (
     stored_objects,
     unreadable,
 )
-
-Range = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a block of a tensor."""
+from dapo_mega.models.megatron_format.writing import VOCABULARY_FILE
 
 OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 """The name of a piece of optimizer state, and the key of the parameter it belongs to."""
@@ -68,102 +58,11 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 """Peft's configuration, which a checkpoint of adapters alone has beside them."""
 
 _BLOCK_FILES = "*.distcp"
-# Holds the number of rows that are not padding, which the stored shapes do not tell.
-_VOCABULARY_FILE = "vocabulary.json"
-_LAYER = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.")
-_FUSED_NORM = ".layer_norm_weight"
 # Megatron-LM pads the vocabulary to a multiple of this times the tensor-parallel size.
 _MEGATRON_LM_MULTIPLE = 128
-# Megatron stores the parts of a gated delta layer's projection, and of its convolution, each on its own.
-_DELTA_PARTS = ("query", "key", "value", "z", "beta", "alpha")
-_DELTA_PART = re.compile(rf"(.+\.(?:in_proj|conv1d)\.weight)\.({'|'.join(_DELTA_PARTS)})")
-_LINEAR_WEIGHT = re.compile(r".+\.(?:linear_\w+|in_proj|out_proj)\.weight")
+_DELTA_PART = re.compile(rf"(.+\.(?:in_proj|conv1d)\.weight)\.({'|'.join(DELTA_PARTS)})")
 # Queries, keys and values share one.
 _MOST_TENSORS_OF_A_BLOCK = 3
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where one parameter is stored: at `index` of the leading axes, of sizes `stack`, of the tensor `key`."""
-
-    key: str
-    index: tuple[int, ...] = ()
-    stack: tuple[int, ...] = ()
-
-
-def stored_entries(family: ModelFamily, arch: Architecture) -> dict[PlacedTensor, Entry]:
-    """The place of every parameter of the model, in checkpoint order."""
-    tensors = list(all_tensors(family, arch))
-    names = {name for placed in tensors for name in placed.megatron}
-    stacked = _layers_are_alike(family, arch)
-    return {placed: _entry(placed, names, arch, stacked) for placed in tensors}
-
-
-def stored_shape(placed: PlacedTensor, arch: Architecture) -> tuple[int, ...]:
-    """Shape of a parameter of one process that holds all of it, vocabulary not padded."""
-    full = [torch.empty(hf_shape(name, arch), device="meta") for name in placed.hf]
-    return tuple(take_shard(full, placed.layout, arch, 0, 1).shape)
-
-
-def _layers_are_alike(family: ModelFamily, arch: Architecture) -> bool:
-    def parameters(layer: int) -> set[str]:
-        tensors = family.tensors(arch, range(layer, layer + 1), False, False)
-        return {_LAYER.sub("", name) for placed in tensors for name in placed.megatron}
-
-    if arch.gated_delta:
-        return False
-    return all(parameters(layer) == parameters(0) for layer in range(1, arch.num_layers))
-
-
-def _entry(placed: PlacedTensor, names: set[str], arch: Architecture, stacked: bool) -> Entry:
-    key = _key(placed, names)
-    index, stack = [], []
-    layer = _LAYER.search(key)
-    if layer and stacked:
-        key = _LAYER.sub("", key)
-        index.append(int(layer[1]))
-        stack.append(arch.num_layers)
-    if placed.expert is not None:
-        assert arch.experts
-        key = key.replace(f".local_experts.{placed.expert}.", ".experts.")
-        index.append(placed.expert)
-        stack.append(arch.experts.number)
-    return Entry(key, tuple(index), tuple(stack))
-
-
-def _key(placed: PlacedTensor, names: set[str]) -> str:
-    """Checkpoints of both kinds of layers name a norm by the linear layer that Transformer Engine fuses it into."""
-    fused = next((name for name in placed.megatron if name.endswith(_FUSED_NORM)), None)
-    if fused is not None and fused.replace(_FUSED_NORM, ".weight") in names:
-        return fused
-    return placed.megatron[0]
-
-
-def cuts(layout: ShardRule, shape: Sequence[int], arch: Architecture, rank: int, size: int) -> list[Range]:
-    """The blocks of a parameter of this shape that one of `size` tensor-parallel processes stores."""
-    whole = (0,) * len(shape)
-    if layout is ShardRule.REPLICATED:
-        return [(whole, tuple(shape))] if rank == 0 else []
-    axis = 1 if layout in ROWS else 0
-    count = 2 if layout in GATED else 1
-    sections = delta_sections(shape[0], arch) if layout in DELTA else [shape[axis] // count] * count
-    blocks, first = [], 0
-    for section in sections:
-        span = section // size
-        offsets = (*whole[:axis], first + rank * span, *whole[axis + 1 :])
-        blocks.append((offsets, (*shape[:axis], span, *shape[axis + 1 :])))
-        first += section
-    return blocks
-
-
-def delta_part(key: str, shape: Sequence[int], offset: int, arch: Architecture) -> tuple[str, tuple[int, ...], int]:
-    """Of a DELTA parameter of this key and shape the part that has a row: its key, its shape, and its first row."""
-    start = 0
-    for name, rows in zip(_DELTA_PARTS, delta_sections(shape[0], arch), strict=False):
-        if offset < start + rows:
-            return f"{key}.{name}", (rows, *shape[1:]), start
-        start += rows
-    raise AssertionError(key)
 
 
 class MegatronFiles:
@@ -207,7 +106,7 @@ class MegatronFiles:
             found.setdefault(whole, {})[name] = self.tensors.pop(key)
         joined = {}
         for whole, by_name in found.items():
-            joined[whole] = {f"{whole}.{name}": by_name[name] for name in _DELTA_PARTS if name in by_name}
+            joined[whole] = {f"{whole}.{name}": by_name[name] for name in DELTA_PARTS if name in by_name}
             parts = list(joined[whole].values())
             size = torch.Size((sum(part.size[0] for part in parts), *parts[0].size[1:]))
             chunks = [chunk for part in parts for chunk in part.chunks]
@@ -373,7 +272,7 @@ class MegatronCheckpoint:
             raise InputError(
                 f"{self.path}: {key!r} has {rows} rows, and those beyond vocab_size={vocab_size} of config.json are "
                 f"not zero as padding is; correct vocab_size, or if they are padding write "
-                f'{{"vocab_size": {vocab_size}}} to {self.path / _VOCABULARY_FILE}'
+                f'{{"vocab_size": {vocab_size}}} to {self.path / VOCABULARY_FILE}'
             )
 
 
@@ -387,7 +286,7 @@ def _is_padded(stored: TensorStorageMetadata, vocab_size: int) -> bool:
 
 def _recorded_vocab_size(path: Path) -> int | None:
     """The `vocab_size` given to `write_metadata`; None in folders of other writers."""
-    file = path / _VOCABULARY_FILE
+    file = path / VOCABULARY_FILE
     if not file.exists():
         return None
     size = read_json_object(file, "copy it again").get("vocab_size")
@@ -406,132 +305,3 @@ def open_source(path: Path, family: ModelFamily, arch: Architecture) -> TensorSo
     if is_megatron_folder(path):
         return MegatronCheckpoint(path, family, arch)
     return HfCheckpoint(path)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A part of the global tensor `key` of shape `shape`, to be read when it is written."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    read: Callable[[], Tensor]
-    label: str = ""
-    """What to call it in a message."""
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.sizes).numel() * self.dtype.itemsize
-
-
-def write_blocks(
-    blocks: Iterable[Block], objects: Mapping[str, bytes], file: Path, advance: Callable[[int], None]
-) -> list[dict[str, Any]]:
-    """Write one file, a block at a time; returns what `write_metadata` must know of it, as JSON values.
-
-    Raises InputError naming the file where the disk is full or fails.
-    """
-    try:
-        with file.open("wb") as stream:
-            records = [*_write_objects(stream, objects), *_write_tensors(stream, blocks, advance)]
-            stream.flush()
-            os.fsync(stream.fileno())
-    except (OSError, RuntimeError) as error:
-        reason = disk_refusal(error)
-        if reason is None:
-            raise
-        raise InputError(f"cannot write {file} ({reason}); free space and start again") from error
-    return records
-
-
-def _write_objects(stream: IO[bytes], objects: Mapping[str, bytes]) -> Iterator[dict[str, Any]]:
-    for key, data in objects.items():
-        yield {"key": key, "start": stream.tell(), "length": len(data)}
-        stream.write(data)
-
-
-def _write_tensors(
-    stream: IO[bytes], blocks: Iterable[Block], advance: Callable[[int], None]
-) -> Iterator[dict[str, Any]]:
-    for block in blocks:
-        start = stream.tell()
-        tensor = owned(block.read().reshape(block.sizes))
-        torch.save(tensor, stream)
-        yield {
-            "not_finite": not is_finite(tensor),
-            "label": block.label,
-            "key": block.key,
-            "shape": block.shape,
-            "dtype": str(block.dtype).removeprefix("torch."),
-            "offsets": block.offsets,
-            "sizes": block.sizes,
-            "start": start,
-            "length": stream.tell() - start,
-        }
-        advance(block.nbytes)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. Takes no memory besides the tensor."""
-    if not tensor.is_floating_point() or tensor.itemsize == 1 or tensor.numel() == 0:
-        return True
-    # The least and the largest value are NaN where any value is.
-    return all(math.isfinite(value) for value in torch.stack(torch.aminmax(tensor)).tolist())
-
-
-def owned(tensor: Tensor) -> Tensor:
-    """The tensor with a contiguous storage that holds nothing else."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def write_vocabulary(folder: Path, vocab_size: int) -> None:
-    """Record how many rows of the vocabulary's tensors in `folder` are not padding."""
-    replace_file(folder / _VOCABULARY_FILE, json.dumps({"vocab_size": vocab_size}))
-
-
-def write_metadata(
-    folder: Path, records: Mapping[str, list[dict[str, Any]]], common: Mapping[str, Any], vocab_size: int
-) -> None:
-    """Make a checkpoint of files, given with their records; `common` is what Megatron keeps beside tensors.
-
-    `vocab_size` counts the rows that are not padding; reading compares it with config.json.
-    """
-    stored: dict[str, Any] = {}
-    places = {}
-    for file, items in records.items():
-        for item in items:
-            index = MetadataIndex(item["key"], item.get("offsets"))
-            places[index] = _StorageInfo(file, item["start"], item["length"])
-            if "shape" not in item:
-                stored[item["key"]] = BytesStorageMetadata()
-                continue
-            properties = TensorProperties(dtype=getattr(torch, item["dtype"]))
-            tensor = stored.setdefault(
-                item["key"], TensorStorageMetadata(properties, torch.Size(item["shape"]), chunks=[])
-            )
-            tensor.chunks.append(ChunkStorageMetadata(torch.Size(item["offsets"]), torch.Size(item["sizes"])))
-    metadata = Metadata(stored, storage_data=places, version=CURRENT_DCP_VERSION)
-    buffer = io.BytesIO()
-    torch.save(dict(common), buffer)
-    replace_file(folder / COMMON_FILE, buffer.getvalue())
-    write_vocabulary(folder, vocab_size)
-    replace_file(folder / METADATA_FILE, pickle.dumps(metadata))
-    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
-    versions = {f"{name}_version": 1 for name in backends}
-    replace_file(folder / "metadata.json", json.dumps({**backends, **versions}))
-
-
-def no_extra_state(entries: Mapping[PlacedTensor, Entry]) -> dict[str, bytes]:
-    """The empty `_extra_state` objects that Megatron's linear layers expect beside their weights."""
-    buffer = io.BytesIO()
-    torch.save([None], buffer)
-    keys = set()
-    for entry in entries.values():
-        if _LINEAR_WEIGHT.fullmatch(entry.key):
-            index, stack = entry.index or (0,), entry.stack or (1,)
-            shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, stack))}"
-            keys.add(f"{entry.key.removesuffix('weight')}_extra_state/{shard}")
-    return dict.fromkeys(sorted(keys), buffer.getvalue())

@@ -27,7 +27,7 @@ from dapo_mega.conversion.verification import (
     different_tensors,
 )
 from dapo_mega.errors import InputError
-from dapo_mega.models.megatron_format.files import Block, write_blocks
+from dapo_mega.models.megatron_format.writing import Block, write_blocks
 from tests.distributed.tiny import FAMILY_MODELS, make_model
 
 TP2 = {"tensor": 2, "sequence": True}
