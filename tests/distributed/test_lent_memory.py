@@ -16,7 +16,7 @@ from dapo_mega.megatron.value_model import ValueModel
 from .allocations import gradient_buffers, optimizer_bytes, storage_bytes
 from .launching import run_distributed
 from .test_value_model import with_returns
-from .tiny import make_model, make_moe_model, make_samples, make_value_model
+from .tiny import make_dense_experts_and_value, make_samples
 
 pytestmark = [pytest.mark.distributed]
 
@@ -93,11 +93,7 @@ def weights_of(policy):
 
 
 def test_models_learn_the_same_while_their_memory_is_lent_between_updates(tmp_path):
-    models = {name: tmp_path / name for name in ("dense", "experts", "value")}
-    make_model(models["dense"], tied=True)
-    make_moe_model(models["experts"])
-    make_model(models["value"], tied=False)
-    make_value_model(models["value"])
+    models = make_dense_experts_and_value(tmp_path)
     for results in run_distributed(run_cases, 2, models, timeout_s=300):
         for name, ((tensors, alone, held, sizes), (expected, _, _, _)) in results.items():
             assert len(tensors) > 20

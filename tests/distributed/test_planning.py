@@ -155,61 +155,33 @@ def make_models(folder):
         tie_word_embeddings=True,
         **shared,
     )
-    experts = Qwen3MoeConfig(
-        vocab_size=1501,
-        hidden_size=128,
-        intermediate_size=320,
-        moe_intermediate_size=96,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=False,
+    mixture = {
+        "vocab_size": 1501,
+        "hidden_size": 128,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
         **shared,
-    )
-    mixed = Qwen2MoeConfig(
-        vocab_size=1501,
-        hidden_size=128,
-        intermediate_size=320,
-        moe_intermediate_size=96,
-        shared_expert_intermediate_size=192,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        mlp_only_layers=[1],
-        **shared,
-    )
+    }
+    of_experts = {"intermediate_size": 320, "moe_intermediate_size": 96, "num_experts": 8, **mixture}
+    experts = Qwen3MoeConfig(head_dim=32, tie_word_embeddings=False, **of_experts)
+    mixed = Qwen2MoeConfig(shared_expert_intermediate_size=192, mlp_only_layers=[1], **of_experts)
     sinks = GptOssConfig(
-        vocab_size=1501,
-        hidden_size=128,
         intermediate_size=96,
         num_local_experts=8,
-        num_experts_per_tok=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
         head_dim=32,
         sliding_window=205,
         tie_word_embeddings=False,
-        **shared,
+        **mixture,
     )
     hybrid = Qwen3NextConfig(
-        vocab_size=1501,
-        hidden_size=128,
-        intermediate_size=320,
-        moe_intermediate_size=96,
         shared_expert_intermediate_size=192,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
         head_dim=32,
         linear_key_head_dim=32,
         linear_value_head_dim=48,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        **shared,
+        **of_experts,
     )
     Qwen3NextForCausalLM(hybrid).save_pretrained(folder / "hybrid")
     of_llama = {"vocab_size": 2003, "hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, **shared}

@@ -18,7 +18,7 @@ from dapo_mega.megatron.value_model import ValueModel
 
 from .launching import run_distributed
 from .test_value_model import full_weights, with_returns
-from .tiny import make_model, make_moe_model, make_samples, make_value_model
+from .tiny import make_dense_experts_and_value, make_samples
 
 pytestmark = [pytest.mark.distributed]
 
@@ -27,7 +27,7 @@ CASES = {
     "tp2": ("policy", "dense", {"tensor": 2, "sequence": True}, {}),
     "pp2": ("policy", "dense", {"pipeline": 2}, {}),
     "dp2_overlap": ("policy", "dense", {}, OVERLAP),
-    "ep2": ("policy", "moe", {"expert": 2}, {}),
+    "ep2": ("policy", "experts", {"expert": 2}, {}),
     "sft_cp2": ("sft", "dense", {"context": 2}, {}),
     "critic_tp2": ("critic", "value", {"tensor": 2}, {}),
 }
@@ -103,11 +103,7 @@ def state(model):
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_or_ends_the_run_on_all_ranks(tmp_path):
-    models = {name: tmp_path / name for name in ("dense", "moe", "value")}
-    make_model(models["dense"], tied=True)
-    make_moe_model(models["moe"])
-    make_model(models["value"], tied=False)
-    make_value_model(models["value"])
+    models = make_dense_experts_and_value(tmp_path)
     for rank, results in enumerate(run_distributed(run_cases, 2, models, timeout_s=300)):
         for name, (is_same, has_learnt, metrics, error) in results.items():
             assert (is_same, has_learnt) == (True, True), (rank, name)

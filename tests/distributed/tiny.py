@@ -383,6 +383,16 @@ def save_random(config: Any, folder: Path, seed: int = 0, scale: float = 0.15) -
     return folder
 
 
+def make_dense_experts_and_value(folder: Path) -> dict[str, Path]:
+    """A dense model, a mixture of experts and a value model, by their names."""
+    models = {name: folder / name for name in ("dense", "experts", "value")}
+    make_model(models["dense"], tied=True)
+    make_moe_model(models["experts"])
+    make_model(models["value"], tied=False)
+    make_value_model(models["value"])
+    return models
+
+
 def make_value_model(folder: Path, seed: int = 0) -> Path:
     """Makes the policy in the folder a value model with a random head, in transformers' format; returns the folder."""
     file = folder / "model.safetensors"

@@ -27,21 +27,7 @@ def transformer_config(
     arch: Architecture, model: ModelConfig, parallel: ParallelConfig, compute: ComputeConfig
 ) -> TransformerConfig:
     """Megatron's TransformerConfig for `arch` in the given layout and precision."""
-    if (arch.sliding_window or arch.attention_sinks) and parallel.context > 1 and uses_transformer_engine(model):
-        what = "attention sinks" if arch.attention_sinks else f"sliding_window={arch.sliding_window}"
-        raise InputError(
-            f"{what} under parallel.context={parallel.context} is not supported by Transformer Engine's ring "
-            "attention; set parallel.context=1, or model.layer_implementation=local"
-        )
-    if arch.needs_local_layers and uses_transformer_engine(model):
-        raise InputError(
-            f"{arch.model_type} is not supported on Transformer Engine's layers; set model.layer_implementation=local"
-        )
-    if model.dtype == "fp32" and parallel.context > 1 and uses_transformer_engine(model):
-        raise InputError(
-            f"model.dtype=fp32 under parallel.context={parallel.context} is not supported by Transformer Engine's ring "
-            "attention; set model.dtype=bf16 or parallel.context=1"
-        )
+    _check_transformer_engine(arch, model, parallel)
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     make_config = MLATransformerConfig if arch.latent_attention else TransformerConfig
     config = make_config(
@@ -95,6 +81,27 @@ def transformer_config(
         factors = {"yarn_rotary_scaling_factor": math.e**10, "yarn_mscale": arch.rotary_magnitude - 1}
         vars(config).update(factors, yarn_mscale_all_dim=0.0)
     return config
+
+
+def _check_transformer_engine(arch: Architecture, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise InputError for what its layers do not compute, where they are used."""
+    if not uses_transformer_engine(model):
+        return
+    if (arch.sliding_window or arch.attention_sinks) and parallel.context > 1:
+        what = "attention sinks" if arch.attention_sinks else f"sliding_window={arch.sliding_window}"
+        raise InputError(
+            f"{what} under parallel.context={parallel.context} is not supported by Transformer Engine's ring "
+            "attention; set parallel.context=1, or model.layer_implementation=local"
+        )
+    if arch.needs_local_layers:
+        raise InputError(
+            f"{arch.model_type} is not supported on Transformer Engine's layers; set model.layer_implementation=local"
+        )
+    if model.dtype == "fp32" and parallel.context > 1:
+        raise InputError(
+            f"model.dtype=fp32 under parallel.context={parallel.context} is not supported by Transformer Engine's ring "
+            "attention; set model.dtype=bf16 or parallel.context=1"
+        )
 
 
 def _layout_settings(parallel: ParallelConfig, num_layers: int) -> dict[str, Any]:
