@@ -61,7 +61,8 @@ def test_what_needs_a_gpu_passes_on_the_emulated_one(pytestconfig):
     passed = re.search(r"(\d+) passed", result.stdout)
     assert passed, result.stdout[-500:]
     assert int(passed[1]) >= (300 if whole else 100)
-    assert "skipped" not in result.stdout.splitlines()[-1], result.stdout[-500:]
+    skipped = [line for line in result.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert all("Transformer Engine's layers refuse it" in line for line in skipped), skipped
     # Transformer Engine's own code ran: it called what stands in for its extension.
     calls = re.search(r"calls of the emulated extension: (\d+)", result.stdout)
     assert calls
