@@ -19,7 +19,7 @@ from dapo_mega.types import Group, Prompt, Response
 from tests.made_trajectories import scored_answer
 
 from .launching import run_distributed
-from .tiny import make_model, make_samples, prompt_length
+from .tiny import make_model, make_moe_model, make_samples, prompt_length
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -123,20 +123,24 @@ for world_size, cases in TURN_CASES.items():
         for method, algorithm in TURNS.items()
         for name, case in cases.items()
     ]
+EXPERTS = {"tensor": 1, "pipeline": 1, "model": "experts"}
+WORLDS[1].append({**EXPERTS, "name": "experts_whole", "budget": 4096, "groups": "turns"})
+WORLDS[2].append({**EXPERTS, "name": "experts_divided_ep2", "expert": 2, "budget": 150, "groups": "divided"})
+PAIRS.append(("experts_whole", "experts_divided_ep2"))
 
 
-def outcomes_of(model_dir, cases):
+def outcomes_of(models, cases):
     """The metrics of one update and the weights' change by it, by the cases' names."""
-    return {case["name"]: run_case(model_dir, case) for case in cases}
+    return {case["name"]: run_case(models[case.get("model", "tied")], case) for case in cases}
 
 
 def run_case(model_dir, case):
-
     algorithm = AlgorithmConfig(**case.get("algorithm", {}))
     parallel = ParallelConfig(
         tensor=case["tensor"],
         pipeline=case["pipeline"],
         context=case.get("context", 1),
+        expert=case.get("expert", 1),
         sequence=case.get("sequence", False),
     )
     processes = start_processes(parallel, 0)
@@ -256,12 +260,12 @@ def trajectories(arrangement):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Of a model with tied embeddings; the table of test_parallel_parity.py is of an untied one."""
-    folder = tmp_path_factory.mktemp("tied")
-    model = make_model(folder / "model", tied=True)
+    """Of a model with tied embeddings, and of a mixture; the table of test_parallel_parity.py is of an untied one."""
+    folder = tmp_path_factory.mktemp("models")
+    models = {"tied": make_model(folder / "tied", tied=True), "experts": make_moe_model(folder / "experts")}
     found = {}
     for world_size, cases in WORLDS.items():
-        found.update(run_distributed(outcomes_of, world_size, model, cases)[0])
+        found.update(run_distributed(outcomes_of, world_size, models, cases)[0])
     return found
 
 
