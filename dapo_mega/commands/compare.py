@@ -52,10 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_intermixed_args(argv)
     comparisons = compare(
-        load_evaluations(arguments.evaluations),
-        ks=arguments.k,
-        only=arguments.only,
-        allowed=arguments.allow_different,
+        load_evaluations(arguments.evaluations), ks=arguments.k, only=arguments.only, allowed=arguments.allow_different
     )
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)

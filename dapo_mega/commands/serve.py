@@ -23,8 +23,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The options; `extra` has the arguments after `--`."""
     ours, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(
-        description="Start this machine's SGLang rollout engines.",
-        epilog="Arguments after -- go to SGLang unchanged.",
+        description="Start this machine's SGLang rollout engines.", epilog="Arguments after -- go to SGLang unchanged."
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of the Hugging Face checkpoint to start from")
     parser.add_argument("--num-engines", type=at_least_one, default=1)

@@ -3,10 +3,7 @@
 What can be chosen by kind stands with its code in `algorithms/`. Nothing here imports torch or reads any other file.
 """
 
-from dapo_mega.config.algorithm import (
-    AlgorithmConfig,
-    KlConfig,
-)
+from dapo_mega.config.algorithm import AlgorithmConfig, KlConfig
 from dapo_mega.config.base import Section, divisors
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.checkpoint import CheckpointConfig

@@ -11,11 +11,7 @@ _PLAIN: Mapping[str, Any] = {"clip_high": 0.2, "dual_clip": None, "dynamic_sampl
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "dapo": {},
     # DeepSeekMath, arXiv 2402.03300, eq. 3 and 4.
-    "grpo": {
-        **_PLAIN,
-        "aggregation": "sequence_mean_token_mean",
-        "kl": {"coefficient": 0.04, "estimator": "k3"},
-    },
+    "grpo": {**_PLAIN, "aggregation": "sequence_mean_token_mean", "kl": {"coefficient": 0.04, "estimator": "k3"}},
     # arXiv 2503.20783.
     "dr_grpo": {**_PLAIN, "advantage": "group_mean", "aggregation": "sequence_mean_constant"},
     # The advantage of arXiv 2402.14740, with PPO's ratio and clipping as in public code.
@@ -81,11 +77,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "clip_cov": {**_PLAIN, "policy_loss": "clip_cov", "clip_low": 1.0, "clip_high": 1.0, "dynamic_sampling": True},
     "kl_cov": {**_PLAIN, "policy_loss": "kl_cov", "covariance_share": 2e-3, "dynamic_sampling": True},
     # AReaL, arXiv 2505.24298, eq. 5, with its code's bound on the weight between proximal and behaviour policy.
-    "decoupled": {
-        **_PLAIN,
-        "importance_cap": 5.0,
-        "token_mask": (0.0, 5.0),
-        "max_staleness": 4,
-    },
+    "decoupled": {**_PLAIN, "importance_cap": 5.0, "token_mask": (0.0, 5.0), "max_staleness": 4},
 }
 """The changes of each `Preset` to `AlgorithmConfig`'s defaults, which are DAPO."""

@@ -88,10 +88,7 @@ def check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> No
     if rollout.placement == "embedded":
         given = [
             name
-            for name, value in (
-                ("rollout.fleet.urls", fleet.urls),
-                ("rollout.fleet.rendezvous", fleet.rendezvous),
-            )
+            for name, value in (("rollout.fleet.urls", fleet.urls), ("rollout.fleet.rendezvous", fleet.rendezvous))
             if value
         ]
         if given:

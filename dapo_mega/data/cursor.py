@@ -65,12 +65,7 @@ class PromptCursor:
 
     def state(self) -> dict[str, int]:
         """The state that decides all further results of `next`, as plain integers."""
-        return {
-            "seed": self._seed,
-            "num_prompts": self._num_prompts,
-            "epoch": self.epoch,
-            "position": self._position,
-        }
+        return {"seed": self._seed, "num_prompts": self._num_prompts, "epoch": self.epoch, "position": self._position}
 
     def load_state(self, state: Mapping[str, int]) -> None:
         """Continue where `state` was taken; `InputError` when it belongs to another dataset size or seed."""

@@ -17,13 +17,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.evaluation.matching import aligned, common_benchmarks, different_settings, paired
 from dapo_mega.evaluation.measures import ProblemResponses, measure, powers_of_two
 from dapo_mega.evaluation.saved import Problem, SavedEvaluation
-from dapo_mega.evaluation.statistics import (
-    Estimate,
-    Floats,
-    estimate_means,
-    paired_p_value,
-    pass_at_each_k,
-)
+from dapo_mega.evaluation.statistics import Estimate, Floats, estimate_means, paired_p_value, pass_at_each_k
 
 _EDGES: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 """Upper edges of the bins of difficulty: problems that the base never solves, up to 10 % of responses, ..."""

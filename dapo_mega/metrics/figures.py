@@ -47,10 +47,7 @@ FIGURES = (
     Figure(
         "Response length",
         "mean tokens",
-        (
-            Curve("rollout/response_length_mean", "training"),
-            Curve("evaluation/response_length_mean", "evaluation"),
-        ),
+        (Curve("rollout/response_length_mean", "training"), Curve("evaluation/response_length_mean", "evaluation")),
     ),
     Figure("Generation entropy", "nats per token", (Curve("policy/entropy", "entropy"),)),
     Figure("Loss", "loss", (Curve("policy/loss", "loss"),)),

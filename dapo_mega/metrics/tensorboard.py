@@ -86,11 +86,7 @@ class TensorBoardLog:
         self._writer.flush()
 
     def write(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        histograms: Mapping[str, Histogram],
-        texts: Mapping[str, str],
+        self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram], texts: Mapping[str, str]
     ) -> None:
         """Write one step; texts are Markdown. It is on disk afterwards."""
         for name, value in metrics.items():

@@ -84,12 +84,7 @@ class ActivationModel:
     """Bytes kept by the parts of the model on one process, for one shape of micro-batch."""
 
     def __init__(
-        self,
-        placement: RankLayout,
-        model: ModelConfig,
-        compute: ComputeConfig,
-        shape: MicroBatchShape,
-        kind: LayerKind,
+        self, placement: RankLayout, model: ModelConfig, compute: ComputeConfig, shape: MicroBatchShape, kind: LayerKind
     ) -> None:
         if placement.arch.latent_attention:
             raise InputError(

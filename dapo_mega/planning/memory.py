@@ -137,11 +137,7 @@ def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
     """Bytes that a process of the trainer keeps from start to end, part by part."""
     config, placement = workload.config, workload.placement
     held = stage_bytes(placement, stage, config.model, config.compute, config.lora)
-    always: dict[str, float] = {
-        "parameters": held.parameters,
-        "gradients": held.gradients,
-        "optimizer": held.optimizer,
-    }
+    always: dict[str, float] = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
     if config.compute.fp8.enabled:
         always["FP8 weights"] = fp8_weight_bytes(placement, stage, config.compute)
     if config.algorithm.uses_reference and not config.lora:

@@ -58,10 +58,7 @@ def prepare_dataset(
         problems += found
     index = EvaluationIndex(problems, decontamination.ngram, decontamination.min_words, decontamination.min_share)
     filters = Filters(config.filters)
-    record: dict[str, Any] = {
-        "settings": _settings(config),
-        "versions": {**_versions(config), **filters.versions()},
-    }
+    record: dict[str, Any] = {"settings": _settings(config), "versions": {**_versions(config), **filters.versions()}}
     for name, files in sets.items():
         record["settings"]["decontamination"]["sets"][name]["files"] = [vars(file) for file in files]
     finished = None if force else _finished(output, record, sources, dropped)
@@ -233,11 +230,7 @@ def _versions(config: PreparationConfig) -> dict[str, str]:
     packages += ["datasketch", "numpy"] if config.duplicates.near else []
     packages += ["py3langid"] if config.filters.languages else []
     packages += ["transformers", "tokenizers"] if config.filters.tokenizer else []
-    return {
-        "dapo_mega": dapo_mega.__version__,
-        "unicode": unicodedata.unidata_version,
-        **installed_versions(packages),
-    }
+    return {"dapo_mega": dapo_mega.__version__, "unicode": unicodedata.unidata_version, **installed_versions(packages)}
 
 
 def _finished(

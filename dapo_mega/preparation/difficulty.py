@@ -67,12 +67,7 @@ class Measured:
         return self.correct / self.samples
 
 
-def measure_difficulty(
-    config: RunConfig,
-    source: Path,
-    output: Path,
-    options: DifficultyOptions,
-) -> Card:
+def measure_difficulty(config: RunConfig, source: Path, output: Path, options: DifficultyOptions) -> Card:
     """Write the rows of the prepared dataset `source` with their pass rates to the folder `output`; returns its card.
 
     The sections of `config` that count are model, data.train (but for its path), rollout, reward and seed. Results
@@ -185,11 +180,7 @@ def _as_prepared(config: RunConfig, first: Mapping[str, Any]) -> RunConfig:
 
 
 def _measure(
-    config: RunConfig,
-    prompts: Sequence[Prompt],
-    tokenizer: Any,
-    samples: int,
-    journal: Journal,
+    config: RunConfig, prompts: Sequence[Prompt], tokenizer: Any, samples: int, journal: Journal
 ) -> dict[int, str]:
     """Bring every prompt's result into the journal; the reasons of those where that failed, by row."""
     # In this process the answers of a batch depend on each other by rounding, so it is decoded again as a whole.

@@ -34,12 +34,7 @@ Function = Callable[[list[dict[str, Any]]], Any]
 
 
 def main(
-    requests_fd: int,
-    answers_fd: int,
-    lifeline_fd: int,
-    path: str,
-    memory_limit_mib: int,
-    settings: Mapping[str, Any],
+    requests_fd: int, answers_fd: int, lifeline_fd: int, path: str, memory_limit_mib: int, settings: Mapping[str, Any]
 ) -> None:
     """Serve until the trainer closes the pipe of requests."""
     keep(

@@ -15,11 +15,7 @@ _NUM_TOKENS = 16
 
 
 def made_up_record(
-    problem: str,
-    messages: Sequence[Mapping[str, str]],
-    ground_truth: str,
-    data_source: str,
-    fields: Mapping[str, Any],
+    problem: str, messages: Sequence[Mapping[str, str]], ground_truth: str, data_source: str, fields: Mapping[str, Any]
 ) -> RewardRecord:
     """A record of a real row with a made-up response, which gives the right answer in two of the usual ways."""
     return RewardRecord(
