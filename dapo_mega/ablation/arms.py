@@ -3,8 +3,6 @@
 An arm is a list of `section.key=value` overrides of a run's file, as a user could type them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

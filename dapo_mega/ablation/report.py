@@ -1,7 +1,5 @@
 """The results as files: `results.md`, `results.json` and `curves.png`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

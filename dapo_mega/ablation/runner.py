@@ -1,8 +1,6 @@
 """Carries out a plan: runs as child processes, one after the other or some at a time, until all are settled or a signal
 comes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

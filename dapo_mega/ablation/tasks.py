@@ -3,8 +3,6 @@
 Each is made by the commands that a user could type, as child processes; what is there already is left alone.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Arguments that several commands share, and the way from a run's file to its start or dry run."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar

@@ -1,7 +1,5 @@
 """`dapo-mega prepare reasoning-gym`: problems of one or more of its generators, to train on and held out."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses

@@ -1,7 +1,5 @@
 """`dapo-mega prepare transform`: rewrite a prepared dataset's problems so that their answers are integers."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 The same code as `tools/ablate.py`. Started again, it continues: runs that are finished stay as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

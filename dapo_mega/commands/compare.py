@@ -4,8 +4,6 @@ dapo-mega compare runs/mine@0 runs/mine@200
 dapo-mega compare evaluations/base evaluations/dapo evaluations/grpo --k 1 16 256 --output comparison
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

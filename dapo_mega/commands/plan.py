@@ -14,8 +14,6 @@ beside the trainer's, colocated on the trainer's, asleep while the policy trains
 The model's weights need not be here: model.architecture (a config.json) is enough.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -11,8 +11,6 @@ Outputs are folders that appear complete or not at all, each with a record (`pre
 was made from: asked for the same again, the command leaves it alone; asked for another, it needs --force.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ restart of trainer or engines. Otherwise give the trainer the URLs that are prin
 unchanged. Tensor parallelism stays within a machine. Without a GPU the engines run on the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ A kind without keys may be given by its name alone. Files of earlier versions ha
 choice; `FLAT` says what they are called in its section.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

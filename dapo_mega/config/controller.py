@@ -1,7 +1,5 @@
 """Where the process is that commands a run."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from dapo_mega.config.base import Section

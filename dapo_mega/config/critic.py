@@ -1,7 +1,5 @@
 """The value model (critic) of PPO."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from dapo_mega.config.base import FREE, Section

@@ -1,7 +1,5 @@
 """Published algorithms as settings of the section `algorithm`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How responses are generated during training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

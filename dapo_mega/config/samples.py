@@ -1,7 +1,5 @@
 """Which responses a run writes down."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from dapo_mega.config.base import Section

@@ -8,8 +8,6 @@ everything twice and is too long for the quickstart's limit. A model that imitat
 to learn from rewards: that the careful way is the right one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Walks over prompts: every prompt once per epoch, by default in an order that depends only on (seed, epoch)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

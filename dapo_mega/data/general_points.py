@@ -5,8 +5,6 @@ of distribution, as 11, 12 and 13. Every text that the policy is given or imitat
 "Texts".
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence

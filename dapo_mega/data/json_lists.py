@@ -1,7 +1,5 @@
 """Reads the items of a large JSON list one at a time."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

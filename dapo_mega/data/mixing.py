@@ -1,7 +1,5 @@
 """Deals turns to datasets in proportion to their weights, without chance."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any

@@ -1,8 +1,6 @@
 """Chooses the prompts that training asks next: shuffled, from easy to hard, or by what the policy fails at, from one
 dataset or from several by their weights."""
 
-from __future__ import annotations
-
 import logging
 import math
 import zlib

@@ -1,7 +1,5 @@
 """The benchmarks that evaluations know by name: where their problems are, how they are asked and graded."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence

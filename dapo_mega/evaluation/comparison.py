@@ -3,8 +3,6 @@
 The first model is the base: the others are compared with it, problem by problem.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A comparison in words and tables, and as JSON values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Final

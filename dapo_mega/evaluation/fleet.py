@@ -1,7 +1,5 @@
 """Asks SGLang engines, each of which must serve the model that is asked for."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence

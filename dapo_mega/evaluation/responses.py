@@ -4,8 +4,6 @@ While an evaluation is under way its responses are in `samples/parts`, a file fo
 another; a file gets its name when all of it is on disk. Finished, they are joined to one file of the samples format.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence

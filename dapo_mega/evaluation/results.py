@@ -1,7 +1,5 @@
 """What an evaluation came to: measures with intervals from the saved responses, as `results.json` and as a table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The curves to watch a run by: those that the DAPO paper monitors (arXiv 2503.14476, figures 2, 3 and 7) and more."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 

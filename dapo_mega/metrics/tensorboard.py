@@ -1,8 +1,6 @@
 """A run in TensorBoard: curves, histograms, texts, the figures of `figures.py` as a layout of custom scalars,
 hyper-parameters, and what the catalogue says of the metrics."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re

@@ -1,7 +1,5 @@
 """Writes each step to `metrics.jsonl`, to TensorBoard, and to the trackers that the run has."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,8 +1,6 @@
 """Computes the bytes that each GPU sends per rollout step, with ring collectives: (n - 1) / n of the data over n
 ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

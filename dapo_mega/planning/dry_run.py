@@ -1,7 +1,5 @@
 """`--dry-run`: everything that can be checked without starting the run."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Estimates memory, traffic and time of one layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dapo_mega.config import RunConfig

@@ -1,7 +1,5 @@
 """Describes a run before anything starts: layout, batch arithmetic, and what is missing on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, TrainingConfig

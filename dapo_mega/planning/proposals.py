@@ -1,7 +1,5 @@
 """Proposes layouts of a number of GPUs that fit into memory, fastest first."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The plan of a run as lines of text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from dapo_mega.config import RunConfig

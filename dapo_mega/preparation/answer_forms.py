@@ -4,8 +4,6 @@ DAPO (arXiv 2503.14476, section 3.5) turns the answer 11 - 2\sqrt{6} into "of th
 Each form here has conditions under which its integers follow from the answer's value, so the sum is well defined.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reads a source's row as a problem and an answer, or says why it is neither."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

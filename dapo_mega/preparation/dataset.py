@@ -4,8 +4,6 @@ The first reads each row once and leaves it out, or keeps it for the second: row
 what the filters refuse, what evaluation sets hold. The second leaves out near duplicates and writes the rest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time

@@ -1,7 +1,5 @@
 """Finds exact duplicates: problems of one spelling. Keeps a hash and a place per distinct problem, no text."""
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from functools import lru_cache

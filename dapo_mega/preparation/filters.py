@@ -4,8 +4,6 @@ reward: choices, true or false, proofs, wrong types.
 Every rule returns what it found, as evidence, or None.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable

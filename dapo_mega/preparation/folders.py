@@ -1,7 +1,5 @@
 """Writes folders that appear complete or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import glob

@@ -1,7 +1,5 @@
 """Rows on their way: a temporary file of JSON lines that can be read again, and the types of their columns."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Iterator, Mapping

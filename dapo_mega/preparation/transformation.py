@@ -5,8 +5,6 @@ The model says only which integers make up the answer. The sentences that ask fo
 `answer_forms`; that they make up the answer is decided by the grader that training uses, in its processes with limits.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Transforms a prepared dataset: every row of the new one has an integer as its answer."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

@@ -6,8 +6,6 @@ comparison rounds to six decimals and takes two equations that it cannot solve f
 Nothing here has a time limit of its own: callers with untrusted text run it in a process that they can end.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import lru_cache
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Makes the reward of a run from its configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rewards that are computed in this process: answer, coin, R1's format and language consistency, repetition, length."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import Counter

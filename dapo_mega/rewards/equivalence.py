@@ -4,8 +4,6 @@ Model text is never given to `eval`, `exec`, `sympify` or `parse_expr`: math-ver
 grammar only, and only on text that `bounds` lets pass.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

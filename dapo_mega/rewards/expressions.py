@@ -4,8 +4,6 @@ It reads sums, products, fractions, roots, powers, factorials and the functions 
 letters. What it does not read without doubt it leaves to computer algebra, which takes a hundred times as long.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache

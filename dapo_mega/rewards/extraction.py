@@ -3,8 +3,6 @@
 Every style runs in time linear in the text, whatever a model wrote.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Final, Literal, get_args

@@ -6,8 +6,6 @@ list, so that stating several values never counts as stating the right one. What
 or thought that never ends, states nothing.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from dataclasses import dataclass

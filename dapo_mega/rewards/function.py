@@ -1,7 +1,5 @@
 """Scores responses with a reward function of the user's, in processes of its own, and survives what it does."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import random

@@ -5,8 +5,6 @@ that the trainer is gone. Batches arrive pickled, results leave as JSON. Standar
 function, which runs in a kept process (see `keeper`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -4,8 +4,6 @@ Every decision is true, false or open. The same walk decides cheaply in the call
 algebra) and finally in a worker, with computer algebra at hand.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

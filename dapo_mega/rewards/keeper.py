@@ -5,8 +5,6 @@ With the standard library alone, as it is a script too, for programs, of which t
 descriptor of the lifeline, MiB of address space for each process, 0 for no limit, and the command.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -5,8 +5,6 @@ the list `3, 5, 7`, everything but the last value of `x=7, y=2`), which would re
 articles and units go only where they are words, commas only where they group thousands.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

@@ -1,7 +1,5 @@
 """A process that works for a reward or an environment, with a limit of time, and without anything that outlives it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

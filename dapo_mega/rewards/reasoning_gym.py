@@ -4,8 +4,6 @@ A row's column `reasoning_gym` is the text of a Python literal, as scorers tell 
 answer, metadata}.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

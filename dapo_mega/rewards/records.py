@@ -1,7 +1,5 @@
 """What a reward is given for one response, and what it returns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType

@@ -6,8 +6,6 @@ number, or `{"score": number, "correct": bool or null, "parts": {name: number}, 
 `{"error": text}` for a record that could not be scored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rewards from a verdict and a length: pure functions, no state."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,7 +1,5 @@
 """Reads a single value: a number or expression, with its unit, percent sign and the words around it."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from typing import Final

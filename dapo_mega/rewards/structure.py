@@ -4,8 +4,6 @@ Reading is a matter of spelling alone and takes at most quadratic time in the le
 bounds. A text that has more than one sensible reading (`1,5` is a decimal to some and a list to others) is given all.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Final

@@ -1,7 +1,5 @@
 """Tries a reward on one record before a run begins, so that a mistake is one line and not a lost hour."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The kernel ends the child when a comparison has used up its processor time; the next child is there at once.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import mmap

@@ -1,7 +1,5 @@
 """The turns of trajectories with an environment, as the page shows them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ page's script puts texts into text nodes only. A content security policy admits 
 their hashes and nothing else.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """Reads a step's groups back from its file, as they were trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When simulated engines die and come back."""
 
-from __future__ import annotations
-
 import heapq
 import math
 

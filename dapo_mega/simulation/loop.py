@@ -1,7 +1,5 @@
 """An event loop whose time is simulated: it passes when every task waits."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Simulates the steps of a run: when its engines and its trainer work, and when they wait for each other."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A new kind: a section with a `kind` of its own here, a line in `Component`, and its maker in `dapo_mega.rewards.build`.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, get_args
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """A reward function of the user's own."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field

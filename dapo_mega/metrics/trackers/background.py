@@ -4,8 +4,6 @@ Nothing here raises into training or waits for the tracker before the run's end.
 warning for each tracker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

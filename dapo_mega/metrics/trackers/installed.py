@@ -1,7 +1,5 @@
 """Which trackers' packages are there, without importing them."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 

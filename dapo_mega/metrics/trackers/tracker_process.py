@@ -4,8 +4,6 @@ It tells the trainer on standard output, once, if something fails, and where the
 package prints goes to the log, which is standard error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib

@@ -1,7 +1,5 @@
 """The trainer's side of a sandbox: starts it, tries out what it holds back, gives it solutions and their tests."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 A number of a class with an own `__eq__`, for instance, arrives as the number alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from decimal import Decimal

@@ -3,8 +3,6 @@
 The solution's process never has the test code, and this process never runs code of the solution.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib

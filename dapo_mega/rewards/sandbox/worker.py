@@ -12,8 +12,6 @@ Without namespaces the first two are one process. No process that runs a solutio
 the solution must not see: process 1 reads one byte per job, and a job reads no expected output and no test code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import gc
