@@ -13,20 +13,15 @@ from dapo_mega.declared import Section
 
 FLAT: Mapping[str, Mapping[str, str]] = {
     "policy_loss": {
-        "clip_low": "low",
-        "clip_high": "high",
-        "dual_clip": "dual_clip",
-        "soft_gate": "gate",
-        "mirror_temperature": "temperature",
-        "covariance_share": "share",
-        "covariance_bounds": "bounds",
+        "clip_low": "low", "clip_high": "high", "dual_clip": "dual_clip", "soft_gate": "gate",
+        "mirror_temperature": "temperature", "covariance_share": "share", "covariance_bounds": "bounds",
         "covariance_kl": "kl",
     },
     "advantage": {"gae_discount": "discount", "gae_decay": "decay"},
     "dynamic_sampling_on": {"score_threshold": "threshold"},
     "environment": {},
     "order": {"floor": "floor", "easiest": "easiest", "stages": "stages", "curriculum_epochs": "epochs"},
-}
+}  # fmt: skip
 """For each choice, the keys that earlier versions had beside it, and their names in its section."""
 
 Values = Mapping[str, Any]

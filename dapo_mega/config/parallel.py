@@ -1,10 +1,8 @@
 """Megatron's parallel layout."""
 
-from __future__ import annotations
-
 import re
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -41,7 +39,7 @@ class ParallelConfig(Section):
         return _chunk_sizes(given) if isinstance(given, str) else given
 
     @model_validator(mode="after")
-    def _check(self) -> ParallelConfig:
+    def _check(self) -> Self:
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel.sequence=true needs parallel.tensor >= 2; set one of the two")
         if self.virtual_pipeline > 1 and self.pipeline == 1:

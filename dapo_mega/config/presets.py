@@ -16,48 +16,31 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "rloo": {**_PLAIN, "advantage": "leave_one_out"},
     # Williams 1992.
     "reinforce": {
-        **_PLAIN,
-        "advantage": "reward",
-        "policy_loss": "reinforce",
-        "aggregation": "sequence_mean_token_sum",
+        **_PLAIN, "advantage": "reward", "policy_loss": "reinforce", "aggregation": "sequence_mean_token_sum",
     },
     # arXiv 2501.03262: PPO's loss without a critic, KL (k1) in the reward, advantages normalised over the step.
     "reinforce_pp": {
-        **_PLAIN,
-        "advantage": "reward",
-        "normalize_advantages": True,
+        **_PLAIN, "advantage": "reward", "normalize_advantages": True,
         "kl": {"coefficient": 0.01, "estimator": "k1", "placement": "reward"},
     },
     # The same paper's variant for several responses per prompt: KL (k2) in the loss.
     "reinforce_pp_baseline": {
-        **_PLAIN,
-        "advantage": "group_mean",
-        "normalize_advantages": True,
+        **_PLAIN, "advantage": "group_mean", "normalize_advantages": True,
         "kl": {"coefficient": 0.01, "estimator": "k2"},
     },
     # Open-Reasoner-Zero, arXiv 2503.24290: gamma = lambda = 1, no KL, a critic.
     "ppo": {**_PLAIN, "advantage": "gae", "normalize_advantages": True},
     # arXiv 2310.10505.
     "remax": {
-        **_PLAIN,
-        "advantage": "greedy_baseline",
-        "policy_loss": "reinforce",
-        "aggregation": "sequence_mean_token_sum",
+        **_PLAIN, "advantage": "greedy_baseline", "policy_loss": "reinforce", "aggregation": "sequence_mean_token_sum",
     },
     # arXiv 2501.12599, section 2.3.2; its length reward is reward.length_weight.
     "kimi": {
-        **_PLAIN,
-        "advantage": "group_mean",
-        "policy_loss": "mirror_descent",
-        "aggregation": "sequence_mean_token_sum",
+        **_PLAIN, "advantage": "group_mean", "policy_loss": "mirror_descent", "aggregation": "sequence_mean_token_sum",
     },
     # arXiv 2507.18071, with the bounds of its experiments.
     "gspo": {
-        **_PLAIN,
-        "policy_loss": "gspo",
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "aggregation": "sequence_mean_token_mean",
+        **_PLAIN, "policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence_mean_token_mean",
     },
     # arXiv 2506.13585: no lower bound, DAPO's dynamic sampling; the upper bound as in ScaleRL (arXiv 2510.13786).
     "cispo": {**_PLAIN, "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "dynamic_sampling": True},
@@ -65,10 +48,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "sapo": {**_PLAIN, "policy_loss": "sapo", "aggregation": "sequence_mean_token_mean"},
     # arXiv 2503.14286: rewards +1 and -1 without a baseline; ratios to the policy that sampled.
     "topr": {
-        **_PLAIN,
-        "advantage": "reward",
-        "policy_loss": "topr",
-        "old_policy": "engine",
+        **_PLAIN, "advantage": "reward", "policy_loss": "topr", "old_policy": "engine",
         "aggregation": "sequence_mean_token_sum",
     },
     # arXiv 2505.22617, section 4.2, with the settings of its authors' scripts; the share of kl_cov is that for 7B.
@@ -76,5 +56,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "kl_cov": {**_PLAIN, "policy_loss": "kl_cov", "covariance_share": 2e-3, "dynamic_sampling": True},
     # AReaL, arXiv 2505.24298, eq. 5, with its code's bound on the weight between proximal and behaviour policy.
     "decoupled": {**_PLAIN, "importance_cap": 5.0, "token_mask": (0.0, 5.0), "max_staleness": 4},
-}
+}  # fmt: skip
 """The changes of each `Preset` to `AlgorithmConfig`'s defaults, which are DAPO."""

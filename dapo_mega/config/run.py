@@ -1,10 +1,8 @@
 """The sections of a whole run. Values that depend on each other are checked here, before any process group, model or
 file is used, so that `--dry-run` on a laptop accepts the same files as a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -61,7 +59,7 @@ class RunConfig(TrainingConfig):
         return merged({"weight_sync": {"in_flight": "continue"}}, raw)
 
     @model_validator(mode="after")
-    def _check(self) -> RunConfig:
+    def _check(self) -> Self:
         check_precision(self.model, self.compute)
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if self.batch.tokens_per_microbatch < longest:
@@ -98,7 +96,16 @@ class RunConfig(TrainingConfig):
                 "rollout.schedule=partial continues responses that older weights began, but algorithm.max_staleness=0 "
                 "drops them all; the smallest possible is 1"
             )
-        self._check_sampling()
+        if (
+            self.data.sampling.needs_outcomes
+            and self.algorithm.dynamic_sampling_on.kind != "score_threshold"
+            and self.reward.deciding is None
+        ):
+            raise ValueError(
+                "data.sampling.order=prioritised and data.sampling.retire_after need to know which responses are "
+                "correct, and no component of the reward says so; set algorithm.dynamic_sampling_on={kind: "
+                "score_threshold, threshold: NUMBER}, or leave them out"
+            )
         if self.uses_critic and self.lora:
             raise ValueError(
                 "lora with a critic (algorithm.advantage=gae) is not supported yet; choose another "
@@ -140,16 +147,6 @@ class RunConfig(TrainingConfig):
             raise ValueError(
                 f"algorithm.dynamic_sampling_on=correctness, but no component of the reward says which responses are "
                 f"correct; {OTHER_FILTERS}"
-            )
-
-    def _check_sampling(self) -> None:
-        if not self.data.sampling.needs_outcomes or self.algorithm.dynamic_sampling_on.kind == "score_threshold":
-            return
-        if self.reward.deciding is None:
-            raise ValueError(
-                "data.sampling.order=prioritised and data.sampling.retire_after need to know which responses are "
-                "correct, and no component of the reward says so; set algorithm.dynamic_sampling_on={kind: "
-                "score_threshold, threshold: NUMBER}, or leave them out"
             )
 
     def _check_algorithm(self) -> None:
@@ -214,14 +211,8 @@ class RunConfig(TrainingConfig):
     @property
     def own_code(self) -> dict[str, OwnCode]:
         """The code of the user's own in this run's choices, by its key."""
-        algorithm = self.algorithm
-        choices = (
-            algorithm.policy_loss,
-            algorithm.advantage,
-            algorithm.dynamic_sampling_on,
-            self.data.sampling.order,
-            self.environment,
-        )
+        algorithm, order = self.algorithm, self.data.sampling.order
+        choices = (algorithm.policy_loss, algorithm.advantage, algorithm.dynamic_sampling_on, order, self.environment)
         return {choice.key: choice for choice in choices if isinstance(choice, OwnCode)}
 
     @property

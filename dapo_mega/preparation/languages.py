@@ -1,7 +1,5 @@
 """Tells the language of a problem by py3langid, from its words outside of formulas."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING
 from dapo_mega.errors import InputError
 
 if TYPE_CHECKING:
-    from py3langid.langid import LanguageIdentifier
+    pass
 
 MIN_LETTERS = 24
 """Texts with fewer letters outside of formulas are not judged; an ideograph or a kana counts as six."""

@@ -56,15 +56,18 @@ def values_equal(candidate: str, truth: str, tolerance: float = 0.0) -> bool:
     first, second = parsed(candidate), parsed(truth)
     if first is None or second is None:
         return False
-    from sympy import Expr, simplify
+    from sympy import Expr, I, nan, simplify, zoo
 
     if not (isinstance(first, Expr) and isinstance(second, Expr)):
         return latex_equal(candidate, truth)
-    first, second = _with_imaginary_unit(first, second)
+    symbols = first.free_symbols | second.free_symbols
+    if {str(symbol) for symbol in symbols} == {"i"}:  # As the only symbol it is the imaginary unit.
+        unit = dict.fromkeys(symbols, I)
+        first, second = first.subs(unit), second.subs(unit)
     if not (first.free_symbols or second.free_symbols):
         a, b = _number(first), _number(second)
         if a is None or b is None:
-            return _same_infinite(first, second)
+            return bool(first == second) and not first.has(nan, zoo)  # Both infinite.
         allowed = max(tolerance, DECIMAL_TOLERANCE * may_be_rounded(candidate, truth, a, b))
         if allowed and _near(a, b, allowed):
             return True
@@ -76,23 +79,6 @@ def values_equal(candidate: str, truth: str, tolerance: float = 0.0) -> bool:
         return (_is_tiny(a) or _is_tiny(b)) and bool(simplify(difference) == 0)
     decided = _equal_at_points(first, second)
     return decided if decided is not None else latex_equal(candidate, truth)
-
-
-def _with_imaginary_unit(first: Any, second: Any) -> tuple[Any, Any]:
-    """Where `i` is the only symbol, it is the imaginary unit."""
-    from sympy import I
-
-    symbols = first.free_symbols | second.free_symbols
-    if {str(symbol) for symbol in symbols} != {"i"}:
-        return first, second
-    unit = dict.fromkeys(symbols, I)
-    return first.subs(unit), second.subs(unit)
-
-
-def _same_infinite(first: Any, second: Any) -> bool:
-    from sympy import nan, zoo
-
-    return bool(first == second) and not first.has(nan, zoo)
 
 
 def relations_equal(candidate: str, truth: str) -> bool:

@@ -21,17 +21,9 @@ from dapo_mega.types import TokenIds
 Scores = list[Score | ScoringFailure]
 
 _SCRIPTS: Final = {
-    "ar": ("ARABIC",),
-    "el": ("GREEK",),
-    "en": ("LATIN",),
-    "he": ("HEBREW",),
-    "hi": ("DEVANAGARI",),
-    "ja": ("CJK", "HIRAGANA", "KATAKANA"),
-    "ko": ("HANGUL",),
-    "ru": ("CYRILLIC",),
-    "th": ("THAI",),
-    "zh": ("CJK",),
-}
+    "ar": ("ARABIC",), "el": ("GREEK",), "en": ("LATIN",), "he": ("HEBREW",), "hi": ("DEVANAGARI",),
+    "ja": ("CJK", "HIRAGANA", "KATAKANA"), "ko": ("HANGUL",), "ru": ("CYRILLIC",), "th": ("THAI",), "zh": ("CJK",),
+}  # fmt: skip
 """First words of the Unicode names of a language's letters."""
 _WORD_OF_ONE_CHARACTER: Final = frozenset({"CJK", "HIRAGANA", "KATAKANA", "THAI"})
 # Each opening bracket ends the one before, so that a text of openings costs linear time.

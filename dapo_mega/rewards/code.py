@@ -1,7 +1,5 @@
 """Unit tests of Python solutions as a reward. Solutions run in sandboxes; verdicts are made outside of them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -12,7 +10,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from dapo_mega.config.components.code import CodeComponent
@@ -124,20 +121,18 @@ class CodeReward(Budgeted):
         code = extract_code(record.whole_response)
         cases = cases if settings.partial_credit else joined(cases)
         try:
-            ran = _Ran() if code is None else self._run(code, cases)
+            passed, outcome = ([], "no_answer") if code is None else self._run(code, cases)
         except (SandboxError, _UnusableTests) as error:
             return ScoringFailure(str(error))
-        return self._scored(cases, ran, code)
-
-    def _scored(self, cases: Sequence[Case], ran: _Ran, code: str | None) -> Score:
-        share = sum(_weight(case) for case in ran.passed) / sum(_weight(case) for case in cases)
-        correct = len(ran.passed) == len(cases)
-        outcome = "correct" if correct else "no_answer" if code is None else ran.outcome
+        share = sum(map(_weight, passed)) / sum(map(_weight, cases))
+        correct = len(passed) == len(cases)
         parts = {"has_code": float(code is not None), "tests_passed": share}
-        return Score(share if self._settings.partial_credit else float(correct), correct, parts, outcome=outcome)
+        value = share if settings.partial_credit else float(correct)
+        return Score(value, correct, parts, outcome="correct" if correct else outcome)
 
-    def _run(self, code: str, cases: Sequence[Case]) -> _Ran:
-        """Without partial credit only up to the first case that the solution fails."""
+    def _run(self, code: str, cases: Sequence[Case]) -> tuple[list[Case], str]:
+        """The cases that a solution passes, and how it ended if these are not all. Without partial credit only up to
+        the first case that it fails."""
         for attempt in range(_ATTEMPTS):
             sandbox, begin = self._started() if attempt else self._taken(), time.monotonic()
             try:
@@ -151,7 +146,7 @@ class CodeReward(Budgeted):
                 self._give_back(sandbox)
         raise AssertionError("unreachable")
 
-    def _run_cases(self, run: RunTest, cases: Sequence[Case]) -> _Ran:
+    def _run_cases(self, run: RunTest, cases: Sequence[Case]) -> tuple[list[Case], str]:
         """Ends with the first case that is failed; with partial credit with the first that runs out of time, or when
         those that are failed have taken a limit together."""
         passed: list[Case] = []
@@ -174,7 +169,7 @@ class CodeReward(Budgeted):
             self.budget.spend(max(0.0, failed_s - self._free_s))
         if outcome == "cut_short":
             self.budget.warn()
-        return _Ran(passed, outcome)
+        return passed, outcome
 
     def _taken(self) -> Sandbox:
         try:
@@ -197,14 +192,6 @@ class CodeReward(Budgeted):
         sandbox.close()
         with self._lock:
             self._open.discard(sandbox)
-
-
-@dataclass(frozen=True)
-class _Ran:
-    """What came of a solution's cases: those that it passed, and how it ended if these are not all."""
-
-    passed: Sequence[Case] = ()
-    outcome: str = "wrong"
 
 
 def _weight(case: Case) -> int:

@@ -221,7 +221,9 @@ class _Reader:
         base = self._atom()
         if self._peek() == "!":
             self._take()
-            base = self._factorial(base)
+            if base != _context().nint(base.real) or not 0 <= base.real <= _MAX_FACTORIAL or self._peek() == "!":
+                raise _Unread
+            base = _context().factorial(base)
         if self._peek() != "^":
             return base
         self._take()
@@ -241,11 +243,6 @@ class _Reader:
             raise _Unread  # LaTeX raises to the first digit, people mean both.
         self._next -= 1
         return self._atom()
-
-    def _factorial(self, base: Any) -> Any:
-        if base != _context().nint(base.real) or not 0 <= base.real <= _MAX_FACTORIAL or self._peek() == "!":
-            raise _Unread
-        return _context().factorial(base)
 
     def _atom(self) -> Any:
         token = self._take()

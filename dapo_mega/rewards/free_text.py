@@ -21,6 +21,7 @@ from dapo_mega.rewards.denials import (
     is_taken_back,
     is_withdrawn,
 )
+from dapo_mega.rewards.normalization import closing_brace
 from dapo_mega.rewards.prose import (
     NAME_AT_END,
     NUMBER,
@@ -38,7 +39,6 @@ from dapo_mega.rewards.signs import OTHER_DIGITS, PARTS_OF_ONE
 from dapo_mega.rewards.thoughts import spoken
 
 _BOX = re.compile(r"\\[fb]?box(?:ed)?(?![a-zA-Z])[ \t]*(?:\[[^\[\]\n]{0,80}\])?")
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"[^\s${},.;\\]{1,40}")
 _MATH_TOKEN = re.compile(r"\\\\|\\\$|\$\$|\$|\\[\[\]()]|\n")
 _CLOSING: Final = {"$$": "$$", "$": "$", "\\[": "\\]", "\\(": "\\)"}
@@ -249,19 +249,6 @@ def _boxes(text: str) -> list[_Span] | None:
             boxes.append(_Span(match.start(), end, content))
         position = max(end, match.end())
     return boxes
-
-
-def closing_brace(text: str, opening: int) -> int:
-    """Where the brace at `opening` closes; -1 if nowhere. Escaped braces do not count."""
-    depth = 0
-    for brace in _BRACES.finditer(text, opening):
-        if brace.group() == "{":
-            depth += 1
-        elif brace.group() == "}":
-            depth -= 1
-            if depth == 0:
-                return brace.start()
-    return -1
 
 
 def _last_sentence(text: str, boxes: list[_Span]) -> list[str]:

@@ -1,8 +1,6 @@
 """Unit tests of Python solutions as a reward."""
 
-from __future__ import annotations
-
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -45,7 +43,7 @@ class CodeComponent(ComponentConfig):
     gives_correctness: ClassVar[CorrectnessOf] = "always"
 
     @model_validator(mode="after")
-    def _check(self) -> CodeComponent:
+    def _check(self) -> Self:
         if not self.allow_code:
             raise ValueError(
                 "a reward of kind code runs programs that the model wrote on this machine; read "

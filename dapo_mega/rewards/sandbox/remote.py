@@ -21,25 +21,12 @@ from .plain import decode, encode
 _MAX_ERROR_CHARACTERS = 500
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "attribute": getattr,
-    "set attribute": setattr,
-    "item": operator.getitem,
-    "set item": operator.setitem,
-    "delete item": operator.delitem,
-    "length": len,
-    "iterate": iter,
-    "next": next,
-    "text": str,
-    "repr": repr,
-    "truth": bool,
-    "absolute": abs,
-    "equal": operator.eq,
-    "less": operator.lt,
-    "less or equal": operator.le,
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-}
+    "attribute": getattr, "set attribute": setattr,
+    "item": operator.getitem, "set item": operator.setitem, "delete item": operator.delitem,
+    "length": len, "iterate": iter, "next": next, "text": str, "repr": repr, "truth": bool, "absolute": abs,
+    "equal": operator.eq, "less": operator.lt, "less or equal": operator.le,
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
+}  # fmt: skip
 _READING = frozenset(_OPERATIONS) - {"set item", "delete item", "set attribute"}
 # Methods of plain data that give a verdict on their argument.
 _VERDICTS = frozenset(
