@@ -37,8 +37,7 @@ from dapo_mega.planning.step_time import Machine
 from dapo_mega.samples.files import file_of, samples_folder, stored_files
 from dapo_mega.samples.reading import read_account
 from dapo_mega.simulation.divisions import simulate_divisions, simulated_division_lines
-from dapo_mega.simulation.scaling import doublings, scale, scaling_lines
-from dapo_mega.simulation.scaling_picture import draw_scaling
+from dapo_mega.simulation.scaling import doublings, draw_scaling, scale, scaling_lines
 from dapo_mega.simulation.schedules import Assumed, simulated_lines
 
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_mega.errors import InputError
-from dapo_mega.metrics.plotting import plot_run, save_png
-from dapo_mega.metrics.summary import before_and_after
+from dapo_mega.metrics.plotting import before_and_after, plot_run, save_png
 from dapo_mega.metrics.timeline.excerpt import NUM_SHOWN, load_excerpt
 from dapo_mega.metrics.timeline.picture import timeline_figure
 from dapo_mega.metrics.timeline.trace_events import write_trace

@@ -65,11 +65,10 @@ class ParallelConfig(Section):
         replica = self.tensor * self.pipeline * self.context
         if world_size % replica:
             raise ValueError(
-                f"world size {world_size} is not a multiple of tensor {self.tensor} x pipeline {self.pipeline}"
-                f"{f' x context {self.context}' if self.context > 1 else ''} = "
-                f"{replica}; start {max(1, world_size // replica) * replica} or "
-                f"{(world_size // replica + 1) * replica} processes, or change parallel.tensor / parallel.pipeline"
-                f"{' / parallel.context' if self.context > 1 else ''}"
+                f"world size {world_size} is not a multiple of tensor {self.tensor} x pipeline "
+                f"{self.pipeline}{f' x context {self.context}' if self.context > 1 else ''} = {replica}; start "
+                f"{max(1, world_size // replica) * replica} or {(world_size // replica + 1) * replica} processes, or "
+                f"change parallel.tensor / parallel.pipeline{' / parallel.context' if self.context > 1 else ''}"
             )
         per_stage = world_size // self.pipeline
         experts = self.expert * self.expert_tensor

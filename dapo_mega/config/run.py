@@ -129,8 +129,7 @@ class RunConfig(TrainingConfig):
         if self.reward.overlong_punishment and self.reward.overlong_cache_tokens > longest:
             raise ValueError(
                 f"reward.overlong_cache_tokens={self.reward.overlong_cache_tokens} is larger than "
-                f"rollout.max_response_tokens={longest}; choose a smaller cache or set "
-                f"reward.overlong_punishment=false"
+                f"rollout.max_response_tokens={longest}; choose a smaller cache or set reward.overlong_punishment=false"
             )
         for part in self.reward.components:
             if isinstance(part, EnvironmentComponent) and self.environment.kind == "single_turn":

@@ -29,16 +29,9 @@ logger = logging.getLogger(__name__)
 
 # Written once more under a name that sorts first, as TensorBoard opens on the first names.
 _WATCHED: Final = (
-    "rollout/reward_mean",
-    "rollout/accuracy_mean",
-    "rollout/response_length_mean",
-    "rollout/logprob_abs_diff_mean",
-    "policy/entropy",
-    "policy/loss",
-    "groups/kept_share",
-    "evaluation/avg_at_k",
-    "evaluation/reward_mean",
-)
+    "rollout/reward_mean", "rollout/accuracy_mean", "rollout/response_length_mean", "rollout/logprob_abs_diff_mean",
+    "policy/entropy", "policy/loss", "groups/kept_share", "evaluation/avg_at_k", "evaluation/reward_mean",
+)  # fmt: skip
 
 
 class TensorBoardLog:

@@ -130,9 +130,8 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
 def _weight_sync(workload: Workload, num_parameters: int, num_engines: int) -> Traffic:
     """Embedded: each replica's leader receives all weights of its replica. `distributed`: every process receives its
     share of its stage's weights, or of its adapters, and sends it to all engines of its replica, and each engine
-    receives all.
-    Otherwise the leader of each pipeline stage of one replica receives the stage's weights and sends them on: to a disk
-    once, to engines on its own machine through memory."""
+    receives all. Otherwise the leader of each pipeline stage of one replica receives the stage's weights and sends them
+    on: to a disk once, to engines on its own machine through memory."""
     placement, config = workload.placement, workload.config
     parallel = placement.parallel
     replica = parallel.tensor * parallel.pipeline

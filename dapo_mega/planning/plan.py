@@ -67,8 +67,7 @@ def _describe_model(
         raise InputError(str(error)) from error
     lines = [
         f"parallel layout: {world_size} processes = tensor {parallel.tensor} x pipeline "
-        f"{parallel.pipeline}{f' x context {parallel.context}' if parallel.context > 1 else ''} "
-        f"x data {data_size}"
+        f"{parallel.pipeline}{f' x context {parallel.context}' if parallel.context > 1 else ''} x data {data_size}"
         + (", sequence parallel" if parallel.sequence else "")
         + (f", {parallel.virtual_pipeline} chunks per stage" if parallel.virtual_pipeline > 1 else "")
         + (f", experts over {parallel.expert}" if parallel.expert > 1 else "")

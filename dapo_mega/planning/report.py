@@ -247,8 +247,7 @@ def _schedule_lines(plan: Estimate) -> Iterator[str]:
     yield (
         f"micro-batches per rank and update: {num_micro_batches} of {workload.micro_batch_tokens:,.0f} tokens on "
         f"average, {workload.micro_batches(largest)} at most; {workload.config.batch.updates_per_step} updates per "
-        "step; "
-        f"pipeline bubble {workload.placement.bubble_share(num_micro_batches):.1%} of a stage's time"
+        f"step; pipeline bubble {workload.placement.bubble_share(num_micro_batches):.1%} of a stage's time"
     )
 
 
@@ -283,11 +282,10 @@ def assumed_lines(plan: Estimate) -> Iterator[str]:
     machine = plan.assumptions.machine
     yield (
         f"  assumed: {machine.flops / 1e12:.0f} TFLOP/s x {machine.flops_share:.2f}, "
-        f"{machine.intra_node_bytes / 1e9:.0f} GB/s within and {machine.inter_node_bytes / 1e9:.0f} GB/s between "
-        "nodes of "
-        f"{machine.gpus_per_node} GPUs, memory {machine.memory_rate / 1e12:.2f} TB/s x "
-        f"{machine.memory_rate_share:.2f}; equal micro-batches, rewards and "
-        f"checkpoints left out, the last stage (with the output layer) sets the pace"
+        f"{machine.intra_node_bytes / 1e9:.0f} GB/s within and {machine.inter_node_bytes / 1e9:.0f} GB/s between nodes "
+        f"of {machine.gpus_per_node} GPUs, memory {machine.memory_rate / 1e12:.2f} TB/s x "
+        f"{machine.memory_rate_share:.2f}; equal micro-batches, rewards and checkpoints left out, the last stage (with "
+        "the output layer) sets the pace"
     )
 
 

@@ -41,7 +41,7 @@ def integer_answer(form: str, values: Sequence[int], problem: str) -> IntegerAns
     return FORMS[form](values, _free_letters(problem))
 
 
-def _integer(values: Sequence[int], letters: str) -> IntegerAnswer:
+def _integer(values: Sequence[int], _: str) -> IntegerAnswer:
     _require(len(values) == 1, "an integer is one value")
     return IntegerAnswer(str(values[0]), "", values[0])
 
@@ -109,13 +109,8 @@ def _list(values: Sequence[int], letters: str) -> IntegerAnswer:
     )
 
 
-FORMS: Final[dict[str, Callable[[Sequence[int], str], IntegerAnswer]]] = {
-    "integer": _integer,
-    "fraction": _fraction,
-    "surd": _surd,
-    "pi": _pi,
-    "list": _list,
-}
+Form = Callable[[Sequence[int], str], IntegerAnswer]
+FORMS: Final[dict[str, Form]] = {"integer": _integer, "fraction": _fraction, "surd": _surd, "pi": _pi, "list": _list}
 
 
 def _addition(form: str, conditions: str, names: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ Kind = Literal["null", "bool", "int", "float", "text", "list", "record", "mixed"
 
 _MAX_FIELDS = 1000
 _INT64 = range(-(2**63), 2**63)
+_KINDS: tuple[tuple[type, Kind], ...] = ((bool, "bool"), (float, "float"), (str, "text"), (list, "list"))
 
 
 @dataclass
@@ -82,15 +83,9 @@ class ColumnType:
             return pa.list_(pa.field("element", (self.items or ColumnType()).arrow()))
         if self.kind == "record" and self.fields:  # Parquet has no record without fields.
             return pa.struct({name: inner.arrow() for name, inner in self.fields.items()})
-        return {
-            "null": pa.null(),
-            "record": pa.null(),
-            "bool": pa.bool_(),
-            "int": pa.int64(),
-            "float": pa.float64(),
-            "text": pa.string(),
-            "mixed": pa.string(),
-        }[self.kind]
+        text = pa.string()
+        types = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": text, "mixed": text}
+        return types.get(self.kind, pa.null())
 
 
 def plain_value(value: Any, where: str) -> Any:
@@ -123,17 +118,9 @@ def plain_value(value: Any, where: str) -> Any:
 def _kind(value: Any) -> Kind:
     if value is None:
         return "null"
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return "int" if value in _INT64 else "mixed"
-    if isinstance(value, float):
-        return "float"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, list):
-        return "list"
-    return "record"
+    return next((kind for type_, kind in _KINDS if isinstance(value, type_)), "record")
 
 
 def _unicode(text: str) -> str:

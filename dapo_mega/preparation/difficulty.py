@@ -259,12 +259,7 @@ def _measured(prompt: Prompt, rollouts: Sequence[Rollout], scorer: ResponseScore
 
 
 def _with_columns(values: Mapping[str, Any], found: Measured, column: str, where: str) -> dict[str, Any]:
-    new = {
-        column: found.pass_rate,
-        f"{column}_samples": found.samples,
-        f"{column}_correct": found.correct,
-        f"{column}_truncated": found.truncated,
-    }
+    new = {column: found.pass_rate, **{f"{column}_{name}": count for name, count in asdict(found).items()}}
     if taken := [name for name in new if name in values]:
         raise InputError(f"{where} has a column {taken[0]!r} already; give --column another name")
     return {**values, **new}

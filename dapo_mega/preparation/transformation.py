@@ -80,12 +80,8 @@ class TransformationSettings:
 
     def decisive(self) -> dict[str, Any]:
         """What replies depend on: a journal with other values is of another transformation."""
-        return {
-            "model": self.model,
-            "prompt": PROMPT,
-            "max_tokens": self.max_tokens,
-            "extra_body": dict(self.extra_body),
-        }
+        asked = {"model": self.model, "prompt": PROMPT, "max_tokens": self.max_tokens}
+        return {**asked, "extra_body": dict(self.extra_body)}
 
 
 @dataclass(frozen=True)

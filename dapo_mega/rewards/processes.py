@@ -25,11 +25,8 @@ START_LIMIT_S: Final = 300.0
 """Seconds that a process may take to import what it needs."""
 
 _PROGRAM: Final = (
-    "import json, sys\n"
-    "arguments = json.loads(sys.argv[1])\n"
-    "sys.path[:] = arguments.pop('sys_path')\n"
-    "import importlib\n"
-    "importlib.import_module(arguments.pop('module')).main(**arguments)\n"
+    "import json, sys\narguments = json.loads(sys.argv[1])\nsys.path[:] = arguments.pop('sys_path')\nimport "
+    "importlib\nimportlib.import_module(arguments.pop('module')).main(**arguments)\n"
 )
 NUMBER: Final = struct.Struct("=Q")
 """The number of a request, which stands before its content and comes back in its answer as `number`."""
