@@ -1,7 +1,5 @@
 """The results as files: `results.md`, `results.json` and `curves.png`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -150,7 +148,6 @@ def _arm_json(result: ArmResult) -> dict[str, Any]:
 
 
 def _curves(records: Records) -> dict[str, list[list[float | None]]]:
-    """Every metric's [step, value] pairs."""
     curves: dict[str, list[list[float | None]]] = {}
     for record in records:
         for name, value in record.items():
@@ -203,7 +200,7 @@ def band(runs: Sequence[Records], metric: str) -> Mapping[int, tuple[float, floa
     return found
 
 
-def _draw_panel(axes: Axes, arms: Sequence[ArmResult], metric: str) -> None:
+def _draw_panel(axes: "Axes", arms: Sequence[ArmResult], metric: str) -> None:
     from matplotlib import colormaps
 
     for index, arm in enumerate(arms):

@@ -10,21 +10,20 @@ from dapo_mega.errors import InputError
 
 
 def add_transform(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", type=Path, nargs="?", help="folder of a prepared dataset, with its card.json")
-    command.add_argument("--show-prompt", action="store_true", help="print what the model is asked, and exit")
+    add = command.add_argument
+    add("source", type=Path, nargs="?", help="folder of a prepared dataset, with its card.json")
+    add("--show-prompt", action="store_true", help="print what the model is asked, and exit")
     add_prepared_output(command, is_required=False)
-    command.add_argument("--urls", help="URLs of equal servers with OpenAI's API, up to /v1, with commas between")
-    command.add_argument("--model", help="the model's name at the servers")
-    command.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
-    command.add_argument("--api-key-file", metavar="FILE", help="file that holds the API key")
-    command.add_argument("--concurrency", type=at_least_one, default=64, help="requests in flight (%(default)s)")
-    command.add_argument("--timeout-s", type=float, default=300.0, help="seconds for one attempt (%(default)s)")
-    command.add_argument("--attempts", type=at_least_one, default=3, help="attempts at one row (%(default)s)")
-    command.add_argument(
-        "--max-tokens", type=at_least_one, default=2048, help="tokens of a reply, thoughts included (%(default)s)"
-    )
-    command.add_argument("--extra-body", default="{}", metavar="JSON", help="further keys of each request")
-    command.add_argument("--drop-unanswered", action="store_true", help="leave out rows that get no reply")
+    add("--urls", help="URLs of equal servers with OpenAI's API, up to /v1, with commas between")
+    add("--model", help="the model's name at the servers")
+    add("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    add("--api-key-file", metavar="FILE", help="file that holds the API key")
+    add("--concurrency", type=at_least_one, default=64, help="requests in flight (%(default)s)")
+    add("--timeout-s", type=float, default=300.0, help="seconds for one attempt (%(default)s)")
+    add("--attempts", type=at_least_one, default=3, help="attempts at one row (%(default)s)")
+    add("--max-tokens", type=at_least_one, default=2048, help="tokens of a reply, thoughts included (%(default)s)")
+    add("--extra-body", default="{}", metavar="JSON", help="further keys of each request")
+    add("--drop-unanswered", action="store_true", help="leave out rows that get no reply")
     command.set_defaults(run=transform)
 
 

@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     assumptions, measured = _assumptions(options, config), None
     if options.calibrate:
         measured = calibrate(options.calibrate, arch, assumptions, _gpus_of(options.calibrate))
-        assumptions = _calibrated(assumptions, measured, options, config)
+        # The measured mean length unless another was given or the plan's responses are shorter.
+        mean = options.mean_response_tokens or min(measured.mean_response, config.rollout.max_response_tokens)
+        machine = replace(assumptions.machine, calibration=measured.calibration)
+        assumptions = replace(assumptions, machine=machine, mean_response=mean)
         for line in measured.lines():
             print_once(line)
     lines: Iterable[str]
@@ -112,7 +115,6 @@ def _scaling_lines(
 
 
 def _scaled_sizes(options: argparse.Namespace) -> list[int]:
-    """The numbers of GPUs of --scaling."""
     match = re.fullmatch(r"(\d+):(\d+)", options.scaling)
     if not match:
         raise InputError(f"--scaling={options.scaling} must be FIRST:LAST, two numbers of GPUs, such as 16:4096")
@@ -150,15 +152,6 @@ def _gpus_of(run_dir: Path) -> int:
     return int(read_account(file_of(folder, "training", steps[-1]))["world_size"])
 
 
-def _calibrated(
-    assumptions: Assumptions, measured: MeasuredRun, options: argparse.Namespace, config: RunConfig
-) -> Assumptions:
-    """The measured costs, and the measured mean length unless another was given or the plan's responses are shorter."""
-    mean = options.mean_response_tokens or min(measured.mean_response, config.rollout.max_response_tokens)
-    machine = replace(assumptions.machine, calibration=measured.calibration)
-    return replace(assumptions, machine=machine, mean_response=mean)
-
-
 def _assumed(options: argparse.Namespace, measured: MeasuredRun | None) -> Assumed:
     """What was given, else what was measured, else what is usual."""
     spread, kept_share = (measured.spread, measured.kept_share) if measured else (0.9, 0.5)
@@ -175,20 +168,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Estimate memory, communication and time of a configuration's layout, without a GPU."
     )
-    parser.add_argument("config", type=Path, help="YAML file of a run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
-    parser.add_argument("--propose", action="store_true", help="list layouts that fit instead, fastest first")
-    parser.add_argument("--simulate", action="store_true", help="compare the schedules of rollout.schedule instead")
-    parser.add_argument(
+    add = parser.add_argument
+    add("config", type=Path, help="YAML file of a run")
+    add("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
+    add("--propose", action="store_true", help="list layouts that fit instead, fastest first")
+    add("--simulate", action="store_true", help="compare the schedules of rollout.schedule instead")
+    add(
         "--scaling",
         metavar="FIRST:LAST",
         help="plan and simulate on FIRST GPUs in total, twice as many and so on until LAST instead, and draw a picture",
     )
-    parser.add_argument("--output", type=Path, help="PNG file of --scaling (default: scaling.png)")
-    parser.add_argument(
-        "--calibrate", type=Path, metavar="RUN", help="folder of a run of this model: plan with what its steps took"
-    )
-    parser.add_argument(
+    add("--output", type=Path, help="PNG file of --scaling (default: scaling.png)")
+    add("--calibrate", type=Path, metavar="RUN", help="folder of a run of this model: plan with what its steps took")
+    add(
         "--timelines",
         type=Path,
         metavar="FOLDER",
@@ -223,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--engine-tensor", int, None, "tensor-parallel size of an engine (default: the weights take half of a GPU)"),
     )
     for name, kind, default, text in numbers:
-        parser.add_argument(name, type=kind, default=default, help=f"{text}" + (f" ({default:g})" if default else ""))
+        add(name, type=kind, default=default, help=f"{text}" + (f" ({default:g})" if default else ""))
     return parser
 
 

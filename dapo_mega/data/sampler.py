@@ -160,7 +160,6 @@ class PromptSampler:
 
 
 def _spans(prompts: Sequence[Prompt], names: Iterable[str]) -> dict[str, slice]:
-    """Where the prompts of each dataset are."""
     counts = dict.fromkeys(names, 0)
     for prompt in prompts:
         counts[prompt.dataset] += 1

@@ -255,7 +255,6 @@ def _crossings(
 
 
 def _difficulty(labels: Sequence[str], values: Sequence[dict[str, Floats]], max_k: int) -> tuple[DifficultyBin, ...]:
-    """The bins that hold any problem."""
     rate = values[0][f"avg@{max_k}"]
     bins = []
     for above, up_to in zip((-1.0, *_EDGES), _EDGES, strict=False):

@@ -90,7 +90,6 @@ class FleetSampler(FleetClient, Sampler):
         self._close_engines()
 
     def _admit(self) -> None:
-        """Use the engines that have joined, if they serve the model."""
         targets = self.pause_generation(self.targets(only_outdated=True))
         named = self.start_call(targets, self._name_weights, _SCORING_TIMEOUT_S).result()
         self.resume_generation(targets)

@@ -55,7 +55,6 @@ def refuse_other_model(folder: Path, model_sha256: str) -> None:
 
 
 def _earlier(folder: Path) -> dict[str, Any]:
-    """The results by benchmark that the folder holds."""
     file = folder / RESULTS_FILE
     if not file.exists():
         return {}

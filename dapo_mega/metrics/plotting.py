@@ -48,7 +48,6 @@ def save_png(figure: "Figure", output: Path) -> None:
 
 
 def _load_runs(run_dirs: Sequence[Path]) -> dict[str, Records]:
-    """The records of each run by its label."""
     if not run_dirs:
         raise ValueError("no run to plot")
     if len({run_dir.resolve() for run_dir in run_dirs}) < len(run_dirs):
@@ -117,11 +116,14 @@ def _draw_panel(axes: "Axes", panel: figures.Figure, runs: Sequence[Records]) ->
             color_index = curve_index if len(runs) == 1 else run_index
             _draw_curve(axes, curve, records, f"C{color_index % 10}", _LINE_STYLES[curve_index])
     if len(panel.curves) > 1 or _NOT_FINITE_LABEL in axes.get_legend_handles_labels()[1]:
-        _add_curve_legend(axes)
+        # One entry per curve, also where several runs have it: the runs are in the figure's legend.
+        handles, labels = axes.get_legend_handles_labels()
+        by_label = dict(zip(reversed(labels), reversed(handles), strict=True))
+        unique = list(dict.fromkeys(labels))
+        axes.legend([by_label[label] for label in unique], unique, fontsize="small")
 
 
 def _draw_curve(axes: "Axes", curve: figures.Curve, records: Records, color: str, line_style: str) -> None:
-    """Draw one curve of one run, if the run has such a metric."""
     points = [(record["step"], record[curve.metric]) for record in records if curve.metric in record]
     if not points:
         return
@@ -140,14 +142,6 @@ def _draw_curve(axes: "Axes", curve: figures.Curve, records: Records, color: str
             transform=axes.get_xaxis_transform(),
             label=_NOT_FINITE_LABEL,
         )
-
-
-def _add_curve_legend(axes: "Axes") -> None:
-    # One entry per curve, also where several runs have it: the runs are in the figure's legend.
-    handles, labels = axes.get_legend_handles_labels()
-    by_label = dict(zip(reversed(labels), reversed(handles), strict=True))
-    unique = list(dict.fromkeys(labels))
-    axes.legend([by_label[label] for label in unique], unique, fontsize="small")
 
 
 _ROWS = (

@@ -69,24 +69,16 @@ def _largest_buffers(workload: Workload, placement: RankLayout) -> tuple[Paramet
     return dense, spread
 
 
-def _passes(workload: Workload) -> tuple[float, float, float]:
-    """Passes over the step's tokens: forward (scoring, a reference, updates), backward, repeated forward of layers. A
-    critic scores and learns like the policy."""
-    config = workload.config
-    models = 1 + config.uses_critic
-    epochs = float(config.batch.epochs)
-    repeated = epochs if config.compute.recompute == "full" else 0.0
-    forward = models * (1 + epochs) + config.algorithm.uses_reference
-    return forward, models * epochs, models * repeated
-
-
 def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     """Within a replica. t and s are a process's tokens of a whole step, without and with sequence parallelism."""
     placement, config = workload.placement, workload.config
     arch, parallel = placement.arch, placement.parallel
     element = DTYPE_BYTES[config.model.dtype]
-    forward, backward, repeated = _passes(workload)
-    passes = forward + backward + repeated
+    # Over the step's tokens: forward (scoring, a reference, updates), backward, repeated forward of layers. A critic
+    # scores and learns like the policy.
+    models, epochs = 1 + config.uses_critic, float(config.batch.epochs)
+    forward, backward = models * (1 + epochs) + config.algorithm.uses_reference, models * epochs
+    passes = forward + backward * (2 if config.compute.recompute == "full" else 1)
     tokens = workload.responses_per_step * workload.mean_length / placement.data_size / parallel.context
     shared = tokens / placement.sequence_size
     layers = max(map(len, placement.stage_layers))

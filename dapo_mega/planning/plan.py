@@ -99,7 +99,6 @@ def _describe_model(
 
 
 def _check_fleet(config: RunConfig) -> None:
-    """Raise InputError for a fleet that no trainer could start with."""
     fleet = config.rollout.fleet
     if fleet.rendezvous:
         try:

@@ -213,7 +213,6 @@ def _where(plan: Estimate) -> str:
 
 
 def _sharing_lines(plan: Estimate) -> Iterator[str]:
-    """The lines on a GPU that engines and policy share."""
     machine, placement = plan.assumptions.machine, plan.workload.placement
     resident = max(sum(s.always.values()) for s in plan.stages) / GIB
     asleep = f"{ASLEEP_BYTES / GIB:.0f} GiB assumed for an engine asleep"

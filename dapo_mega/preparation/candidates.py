@@ -99,7 +99,6 @@ class CandidateReader:
 
 
 def _parsed(text: str, config: PreparationSourceConfig) -> tuple[str | None, str]:
-    """The answer, or None and why there is none."""
     try:
         return parsed_answer(text, config), ""
     except ValueError as error:

@@ -4,8 +4,6 @@ Rows of JSON files may differ in their fields and types. A column whose values h
 texts stay, other values are written as JSON.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json
@@ -31,8 +29,8 @@ class ColumnType:
     """The narrowest type of the values seen: `items` of a list, `fields` of a record in the order of first sight."""
 
     kind: Kind = "null"
-    items: ColumnType | None = None
-    fields: dict[str, ColumnType] = field(default_factory=dict)
+    items: "ColumnType | None" = None
+    fields: "dict[str, ColumnType]" = field(default_factory=dict)
 
     def see(self, value: Any) -> None:
         """Widen the type so that it holds `value`, which is plain (`plain_value`)."""
@@ -76,7 +74,7 @@ class ColumnType:
             found += [n for key, inner in self.fields.items() for n in inner.mixed(f"{name}.{key}" if name else key)]
         return found
 
-    def arrow(self) -> pa.DataType:
+    def arrow(self) -> "pa.DataType":
         import pyarrow as pa
 
         if self.kind == "list":

@@ -1,8 +1,6 @@
 """How hard prompts are for a model: the share of its responses that are correct (Kimi k1.5, arXiv 2501.12599, section
 2.1, takes 10 responses per prompt)."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -137,7 +135,6 @@ def _check_lengths(config: RunConfig, prompts: Sequence[Prompt]) -> None:
 
 
 def _settings(config: RunConfig, options: DifficultyOptions) -> dict[str, Any]:
-    """What the results depend on."""
     rollout = config.rollout
     is_embedded = rollout.placement == "embedded"
     return {
@@ -222,7 +219,7 @@ def _measure(
     return failures
 
 
-def _sampler(config: RunConfig, prompts: Sequence[Prompt]) -> Sampler:
+def _sampler(config: RunConfig, prompts: Sequence[Prompt]) -> "Sampler":
     """The model of `model.path`: inside this process for `rollout.placement=embedded`, else in the engines of
     `rollout.fleet.urls`."""
     if config.rollout.placement == "embedded":
@@ -242,7 +239,6 @@ def _sampler(config: RunConfig, prompts: Sequence[Prompt]) -> Sampler:
 
 
 def _measured(prompt: Prompt, rollouts: Sequence[Rollout], scorer: ResponseScorer) -> Measured | str:
-    """The result of one prompt's rollouts, or why there is none."""
     answered = []
     for rollout in rollouts:
         if isinstance(rollout, GenerationFailure):

@@ -100,7 +100,11 @@ class Filters:
         self._config = config
         self._tokenizer: PreTrainedTokenizerBase | None = None
         rules: list[tuple[bool, str, Callable[[Candidate], str | None]]] = [
-            (True, "too many characters", self._enormous),
+            (
+                True,
+                "too many characters",
+                lambda c: f"{len(c.text)} characters" if len(c.text) > config.max_characters else None,
+            ),
             (
                 config.answer_type == "integer",
                 "answer is no integer",
@@ -135,10 +139,6 @@ class Filters:
         backend: Any = self._tokenizer
         content = backend.backend_tokenizer.to_str() if self._tokenizer.is_fast else repr(self._tokenizer)
         return {"tokenizer_sha256": hashlib.sha256(content.encode()).hexdigest()}
-
-    def _enormous(self, candidate: Candidate) -> str | None:
-        num_characters = len(candidate.text)
-        return f"{num_characters} characters" if num_characters > self._config.max_characters else None
 
     def _too_long(self, candidate: Candidate) -> str | None:
         if self._tokenizer is None or self._config.max_prompt_tokens is None:

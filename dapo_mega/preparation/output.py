@@ -1,7 +1,5 @@
 """Reads prepared datasets, and writes them: rows, dropped rows and card appear together or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from array import array
@@ -26,7 +24,9 @@ _DROPPED_TYPES = ColumnType("record", fields={n: ColumnType("text") for n in ("r
 
 
 @contextlib.contextmanager
-def new_dataset(folder: Path, dropped: DroppedFormat | None = None, *, force: bool = False) -> Iterator[DatasetWriter]:
+def new_dataset(
+    folder: Path, dropped: DroppedFormat | None = None, *, force: bool = False
+) -> "Iterator[DatasetWriter]":
     """A writer of a prepared dataset, which appears at `folder` when the block ends and `finish` was called.
 
     `dropped`: also write dropped rows, as `dropped.parquet` or `dropped.jsonl` in the folder. Raises `InputError` if

@@ -1,7 +1,5 @@
 """Tables of made-up problems and demonstrations, with the columns of DAPO-Math-17k."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +9,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def problem_table(problems: Sequence[Problem]) -> pa.Table:
+def problem_table(problems: Sequence[Problem]) -> "pa.Table":
     """The columns of DAPO-Math-17k, with their types; the prompt is the bare problem (template as_is)."""
     import pyarrow as pa
 
@@ -37,7 +35,7 @@ def problem_table(problems: Sequence[Problem]) -> pa.Table:
     return pa.Table.from_pylist(records, schema=schema)
 
 
-def demonstration_table(demonstrations: Sequence[ArithmeticDemonstration]) -> pa.Table:
+def demonstration_table(demonstrations: Sequence[ArithmeticDemonstration]) -> "pa.Table":
     """Columns prompt, response and quality."""
     import pyarrow as pa
 

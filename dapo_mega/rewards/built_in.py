@@ -45,7 +45,9 @@ class AnswerReward(Budgeted):
         self._incorrect = incorrect
 
     def score(self, records: Sequence[RewardRecord]) -> Scores:
-        verdicts = self._verifier.verify([(_after_opened_thought(record), record.ground_truth) for record in records])
+        # Nothing of a thought that the prompt has opened can hold the answer.
+        texts = [spoken(each.whole_response) if each.opened_thought else each.response for each in records]
+        verdicts = self._verifier.verify([(text, each.ground_truth) for text, each in zip(texts, records, strict=True)])
         return [
             Score(
                 accuracy_reward(verdict.correct, self._correct, self._incorrect),
@@ -97,11 +99,6 @@ class CoinReward(_RewardOfOne):
     def of(self, record: RewardRecord) -> Score:
         heads = self.is_heads(record.request_id)
         return Score(accuracy_reward(heads, self._correct, self._incorrect), heads)
-
-
-def _after_opened_thought(record: RewardRecord) -> str:
-    """What can hold the answer: nothing of a thought that the prompt has opened."""
-    return spoken(record.whole_response) if record.opened_thought else record.response
 
 
 class R1FormatReward(_RewardOfOne):

@@ -151,7 +151,9 @@ class Endpoints:
                 try:
                     return await self._attempt(session, url, body)
                 except _AttemptFailed as failure:
-                    reason = self._clean(f"{url.partition('?')[0]}: {failure}")
+                    text = f"{url.partition('?')[0]}: {failure}"
+                    # Without the key, which a server may have sent back.
+                    reason = one_line(text.replace(self._key, "<key>") if self._key else text)
                     if failure.is_final:
                         refused.add(url)
         times = f" (after {len(tried)} attempts)" if len(tried) > 1 else ""
@@ -209,12 +211,6 @@ class Endpoints:
             self._failures[url] = 0
         finally:
             self._in_flight[url] -= 1
-
-    def _clean(self, text: str) -> str:
-        """One printable line without the key, which a server may have sent back."""
-        if self._key:
-            text = text.replace(self._key, "<key>")
-        return one_line(text)
 
 
 class _AttemptFailed(Exception):

@@ -57,8 +57,10 @@ def validate_ground_truth(text: str) -> str:
     problem = bound_violation(stripped)
     if not stripped:
         problem = "it is empty"
-    elif problem is None:
-        problem = _structural_problem(stripped)
+    elif problem is None and not any(character.isalnum() for character in canonical_latex(stripped)):
+        problem = "it holds no number, symbol or word"
+    elif problem is None and not _is_balanced(stripped):
+        problem = "its braces are not balanced"
     if problem is not None:
         shown = text if len(text) <= MAX_ANSWER_CHARACTERS else text[:MAX_ANSWER_CHARACTERS] + "..."
         raise ValueError(
@@ -68,13 +70,10 @@ def validate_ground_truth(text: str) -> str:
     return stripped
 
 
-def _structural_problem(text: str) -> str | None:
-    if not any(character.isalnum() for character in canonical_latex(text)):
-        return "it holds no number, symbol or word"
-    unescaped = re.sub(r"\\[\\{}]", "", text)
+def _is_balanced(text: str) -> bool:
     depth = 0
-    for character in unescaped:
+    for character in re.sub(r"\\[\\{}]", "", text):
         depth += (character == "{") - (character == "}")
         if depth < 0:
             break
-    return "its braces are not balanced" if depth != 0 else None
+    return depth == 0

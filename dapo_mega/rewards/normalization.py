@@ -20,7 +20,10 @@ _CHARACTERS: Final = str.maketrans(
     }
 )  # fmt: skip
 
-_UNITS = "square|ways|integers|dollars|cents|mph|inches|inch|ft|feet|foot|hours|hour|days|minutes|seconds|km|cm|gm|kg|units|points|digits|degrees|degree|pounds|meters|meals|edges|students|childrentickets|multiples|percent"
+_UNITS = (
+    "square|ways|integers|dollars|cents|mph|inches|inch|ft|feet|foot|hours|hour|days|minutes|seconds|km|cm|gm|kg"
+    "|units|points|digits|degrees|degree|pounds|meters|meals|edges|students|childrentickets|multiples|percent"
+)
 _MATH_DELIMITER = re.compile(r"(?<!\\)\\[\[\]()]|\$+")
 _SEPARATORS = re.compile(r"(?:\s|[,;=&.]|and\b|or\b)*")
 _TOUCHING_FACTOR = re.compile(r"[0-9)}+\-*/^]$")

@@ -99,9 +99,13 @@ def _read(text: str, depth: int) -> Node | None:
     if bracketed := _bracketed(text, depth):
         return bracketed
     if (matrix := _MATRIX.fullmatch(text)) is not None and "\\begin" not in matrix[2]:
-        return _matrix(matrix[2], depth)
+        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\hline", matrix[2]) if row.strip()]
+        read = tuple(cells for row in rows if (cells := _read_all(row.split("&"), depth)))
+        return Matrix(read) if read and len(read) == len(rows) else None
     if _BOTH_SIGNS.search(text):
-        return _both_signs(text, depth)
+        upper = re.sub(r"\\mp(?![a-zA-Z])", "-", re.sub(r"\\pm(?![a-zA-Z])", "+", text))
+        lower = re.sub(r"\\mp(?![a-zA-Z])", "+", re.sub(r"\\pm(?![a-zA-Z])", "-", text))
+        return _list([upper.lstrip("+ "), lower.lstrip("+ ")], depth)
     return _choice(text, depth) or _ratio(text, depth) or single_value(text, depth)
 
 
@@ -202,18 +206,6 @@ def _bracketed(text: str, depth: int) -> Node | None:
     if items and len(rows) == len(items) and (opening, closing) == ("[", "]"):
         return Matrix(tuple(rows))
     return Items(opening, closing, items) if items else None
-
-
-def _matrix(body: str, depth: int) -> Node | None:
-    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\hline", body) if row.strip()]
-    read = tuple(cells for row in rows if (cells := _read_all(row.split("&"), depth)))
-    return Matrix(read) if read and len(read) == len(rows) else None
-
-
-def _both_signs(text: str, depth: int) -> Node | None:
-    upper = re.sub(r"\\mp(?![a-zA-Z])", "-", re.sub(r"\\pm(?![a-zA-Z])", "+", text))
-    lower = re.sub(r"\\mp(?![a-zA-Z])", "+", re.sub(r"\\pm(?![a-zA-Z])", "-", text))
-    return _list([upper.lstrip("+ "), lower.lstrip("+ ")], depth)
 
 
 def _relation(text: str, signs: list[re.Match[str]], depth: int) -> Node | None:

@@ -138,7 +138,7 @@ def write_page(
                 "stops": dict(STOP_REASONS),
             }
         ),
-        "rows": _json(_joined(rows)),
+        "rows": _json({name: [value for part in rows for value in part[name]] for name in (rows[0] if rows else ())}),
         "texts": _json(texts),
         "prompts": _json([dict(zip(("index", "text", "truth"), key, strict=False)) for key in tables.prompts]),
         "pieces": _json(list(tables.pieces)),
@@ -233,11 +233,6 @@ def _largest_differences(values: _TokenValues) -> list[float | None]:
         _rounded(float(gaps[start:end][is_known[start:end]].max())) if is_known[start:end].any() else None
         for start, end in zip((ends - values.lengths).tolist(), ends.tolist(), strict=True)
     ]
-
-
-def _joined(parts: Sequence[PageValues]) -> PageValues:
-    names = parts[0] if parts else {}
-    return {name: [value for part in parts for value in part[name]] for name in names}
 
 
 def _token_values(table: pa.Table) -> _TokenValues:

@@ -1,7 +1,5 @@
 """Engines that decode in simulated time: as fast as a stated GPU, and no response has any contents."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import math
@@ -27,7 +25,7 @@ class _Work(Generation):
     """A response, waiting or being decoded by the engine `number`, which had decoded `began` tokens of each response
     when this one's first was to come; `spans` are (version, end) of the tokens before the last update."""
 
-    def __init__(self, request: GenerationRequest, length: int, engines: SimulatedEngines) -> None:
+    def __init__(self, request: GenerationRequest, length: int, engines: "SimulatedEngines") -> None:
         super().__init__(request, asyncio.get_running_loop())
         self.length = length
         self.number: int | None = None
@@ -102,7 +100,7 @@ class SimulatedEngines(RolloutEngine):
         num_engines: int,
         speed: DecodingSpeed,
         length_of: Callable[[GenerationRequest], int],
-        failures: FailureTimes | None = None,
+        failures: "FailureTimes | None" = None,
     ) -> None:
         self.clock = 0.0
         self.version = 0
@@ -222,7 +220,6 @@ class SimulatedEngines(RolloutEngine):
             self._next_ends[number] = engine.next_end()
 
     def _leave(self, number: int) -> None:
-        """One response less on the engine, from now on."""
         engine = self._engines[number]
         engine.advance(self.clock)
         engine.history.change(self.clock, -1)

@@ -1,7 +1,5 @@
 """How a run scales with GPUs: plans and simulates its best divisions between trainer and engines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +65,7 @@ def doublings(first: int, last: int, gpus_per_node: int) -> list[int]:
 
 
 def scale(
-    config: RunConfig, arch: Architecture, sizes: Iterable[int], assumptions: Assumptions, assumed: Assumed
+    config: RunConfig, arch: "Architecture", sizes: Iterable[int], assumptions: Assumptions, assumed: Assumed
 ) -> Iterator[ScalingPoint]:
     """Every form on every number of GPUs, with the configuration's batch.
 
@@ -148,7 +146,7 @@ def draw_scaling(points: Sequence[ScalingPoint], title: str, output: Path) -> No
     save_png(figure, output)
 
 
-def _label(axes: Axes, sizes: Sequence[int], name: str) -> None:
+def _label(axes: "Axes", sizes: Sequence[int], name: str) -> None:
     from matplotlib.ticker import FixedLocator, FormatStrFormatter, NullLocator
 
     axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel=name)

@@ -137,13 +137,9 @@ class Service:
         except Exception as error:  # Of a foreign package: anything.
             traceback.print_exc()
             if not self._has_told:
-                self._tell(failure=_one_line(error))
+                text = " ".join(str(without_credentials(str(error))).split())
+                self._tell(failure=f"{type(error).__name__}: {text[:300]}")
             self._has_told = True
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(without_credentials(str(error))).split())
-    return f"{type(error).__name__}: {text[:300]}"
 
 
 def _lines(trainer: int) -> Iterator[bytes]:

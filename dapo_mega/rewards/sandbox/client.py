@@ -96,7 +96,10 @@ class Sandbox:
         try:
             answer = self._receive(time.monotonic() + _START_LIMIT_S)
         except SandboxError as error:
-            raise SandboxError(f"{error}: {self._last_line()}") from None
+            assert self._process.stderr
+            lines = self._process.stderr.read().decode(errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+            raise SandboxError(f"{error}: {last}") from None
         if "error" in answer:
             self.close()
             raise SandboxError(answer["error"])
@@ -165,11 +168,6 @@ class Sandbox:
             return SandboxError("the sandbox did not answer in time", hung=True)
         is_message = isinstance(error, FrameError)
         return SandboxError(f"a message to or from the sandbox failed: {error}" if is_message else "the sandbox ended")
-
-    def _last_line(self) -> str:
-        assert self._process.stderr
-        lines = self._process.stderr.read().decode(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "it printed nothing")
 
 
 def start_sandbox(number: int, limits: SandboxLimits, isolation: Isolation | None = None) -> Sandbox:

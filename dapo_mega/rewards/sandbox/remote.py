@@ -5,8 +5,6 @@ test X cannot be calculated with one, as the solution would otherwise be told th
 verdict. Two objects of the solution are compared by the solution.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import itertools
@@ -145,7 +143,7 @@ def serving_calls(reading: int, writing: int) -> Peer:
 def _asking(operation: str, *, of_remotes: bool = False) -> Callable[..., Any]:
     """A method of `Remote` that asks for an operation; `of_remotes`: with another object of the solution only."""
 
-    def method(self: Remote, *arguments: Any) -> Any:
+    def method(self: "Remote", *arguments: Any) -> Any:
         if of_remotes and not all(isinstance(argument, Remote) for argument in arguments):
             return NotImplemented
         return self._ask(operation, *arguments)
