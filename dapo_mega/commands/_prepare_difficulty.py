@@ -12,15 +12,10 @@ if TYPE_CHECKING:
     from dapo_mega.config import RunConfig
 
 _KEYS = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "template": "data.train.template",
-    "extraction": "reward.extraction",
-    "max_response_tokens": "rollout.max_response_tokens",
-    "temperature": "rollout.temperature",
-    "seed": "seed",
+    "model": "model.path", "dtype": "model.dtype", "template": "data.train.template", "extraction": "reward.extraction",
+    "max_response_tokens": "rollout.max_response_tokens", "temperature": "rollout.temperature", "seed": "seed",
     "urls": "rollout.fleet.urls",
-}
+}  # fmt: skip
 """The configuration keys that flags stand for."""
 
 

@@ -38,7 +38,12 @@ def transform(options: argparse.Namespace) -> None:
             raise InputError(f"prepare transform needs {name if name == 'source' else f'--{name}'}; see --help")
     if not options.timeout_s > 0:
         raise InputError(f"--timeout-s {options.timeout_s:g} must be above 0")
-    extra_body = _extra_body(options.extra_body)
+    try:
+        extra_body = json.loads(options.extra_body)
+    except ValueError as error:
+        raise InputError(f"--extra-body {options.extra_body!r} is not JSON ({error})") from None
+    if not isinstance(extra_body, dict):
+        raise InputError(f"--extra-body {options.extra_body!r} is no JSON object")
     from dapo_mega.preparation.transformation import TransformationSettings
     from dapo_mega.preparation.transformed_dataset import TransformedDatasetOptions, transform_dataset
     from dapo_mega.rewards.endpoints import EndpointSettings
@@ -61,13 +66,3 @@ def transform(options: argparse.Namespace) -> None:
     )
     counts = ", ".join(f"{count} {outcome}" for outcome, count in card.details["rows_by_outcome"].items())
     print(f"{options.output}: {card.num_rows} of {card.num_rows_read} rows ({counts})")
-
-
-def _extra_body(text: str) -> dict[str, object]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"--extra-body {text!r} is not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise InputError(f"--extra-body {text!r} is no JSON object")
-    return found

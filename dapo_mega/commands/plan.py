@@ -61,11 +61,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         assumptions = replace(assumptions, machine=machine, mean_response=mean)
         for line in measured.lines():
             print_once(line)
+    assumed = _assumed(options, measured)
     lines: Iterable[str]
     if options.total_gpus is not None:
-        lines = _division_lines(config, given, arch, options, assumptions, measured)
+        divisions = divide(config, arch, options.total_gpus, assumptions, options.rounds)
+        lines = division_lines(divisions, options.total_gpus, given, options.rounds)
+        if options.simulate:
+            found = simulate_divisions(divisions, given, assumed)
+            lines = simulated_division_lines(found, options.total_gpus, given, assumed)
     elif options.scaling:
-        lines = _scaling_lines(config, arch, options, assumptions, measured)
+        lines = _scaling_lines(config, arch, options, assumptions, assumed)
     elif options.propose:
         proposals, num_valid = propose(config, RankLayout(arch, ParallelConfig(), world_size), assumptions)
         lines = proposal_lines(proposals, num_valid, world_size, assumptions, given)
@@ -73,40 +78,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines = describe_run(config, world_size)
         plan = estimate(config, RankLayout(arch, config.parallel, world_size), assumptions)
         if options.simulate:
-            lines = simulated_lines(plan, _assumed(options, measured), options.timelines)
+            lines = simulated_lines(plan, assumed, options.timelines)
         else:
             lines = chain(lines, report(plan))
     for line in lines:
         print_once(line)
 
 
-def _division_lines(
-    config: RunConfig,
-    given: RunConfig,
-    arch: Architecture,
-    options: argparse.Namespace,
-    assumptions: Assumptions,
-    measured: MeasuredRun | None,
-) -> Iterable[str]:
-    divisions = divide(config, arch, options.total_gpus, assumptions, options.rounds)
-    if not options.simulate:
-        return division_lines(divisions, options.total_gpus, given, options.rounds)
-    assumed = _assumed(options, measured)
-    found = simulate_divisions(divisions, given, assumed)
-    return simulated_division_lines(found, options.total_gpus, given, assumed)
-
-
 def _scaling_lines(
-    config: RunConfig,
-    arch: Architecture,
-    options: argparse.Namespace,
-    assumptions: Assumptions,
-    measured: MeasuredRun | None,
+    config: RunConfig, arch: Architecture, options: argparse.Namespace, assumptions: Assumptions, assumed: Assumed
 ) -> Iterator[str]:
     """A line for each size as soon as it is simulated, and then the picture is drawn."""
     output: Path = options.output or Path("scaling.png")
     points = []
-    for point in scale(config, arch, _scaled_sizes(options), assumptions, _assumed(options, measured)):
+    for point in scale(config, arch, _scaled_sizes(options), assumptions, assumed):
         yield f"{point.num_gpus} GPUs, {point.form}: {point.steps_per_hour:.3g} steps/hour"
         points.append(point)
     yield from scaling_lines(points, config)

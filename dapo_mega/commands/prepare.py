@@ -25,13 +25,20 @@ from dapo_mega.commands._prepare_reasoning_gym import add_reasoning_gym
 from dapo_mega.commands._prepare_transform import add_transform
 from dapo_mega.config import DatasetConfig
 from dapo_mega.config.base import flat
-from dapo_mega.data.arithmetic import ALPHABET, DEFAULT_SHARES, OPERATORS, QUALITIES, ArithmeticTask
+from dapo_mega.data.arithmetic import (
+    ALPHABET,
+    DEFAULT_SHARES,
+    OPERATORS,
+    QUALITIES,
+    ArithmeticTask,
+    demonstration_table,
+    problem_table,
+)
 from dapo_mega.data.readers import read_rows
 from dapo_mega.data.templates import TEMPLATES, render_messages, templated_messages
 from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer, load_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.preparation.folders import prepare_folder
-from dapo_mega.preparation.tables import demonstration_table, problem_table
 
 _PROMPT_COLUMN = "prompt"
 

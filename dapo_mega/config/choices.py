@@ -76,7 +76,8 @@ def settled(section: type[Section], values: Any, preset: Values, *, is_record: b
         is_whole = is_record or all(flat in values for flat in FLAT[name])  # As only a program writes it.
         for flat, key in FLAT[name].items():
             usual = [kind.model_fields[key].default for kind in kinds.values() if key in kind.model_fields]
-            if flat in result and (is_whole or _plain(result[flat]) in (None, preset.get(flat), *usual)):
+            given = tuple(result[flat]) if isinstance(result.get(flat), list) else result.get(flat)
+            if flat in result and (is_whole or given in (None, preset.get(flat), *usual)):
                 del result[flat]
     return result
 
@@ -121,7 +122,3 @@ def _kind_of_preset(section: type[Section], values: Values, name: str) -> str | 
     if "preset" not in values:
         return None
     return str(PRESETS.get(str(values["preset"]), {}).get(name, section.model_fields[name].default.kind))
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -85,7 +85,20 @@ class TensorBoardLog:
             if name in _WATCHED:
                 self._writer.add_scalar(f"_watch/{name}", float(value), step)
         for name, histogram in histograms.items():
-            self._add_histogram(name, histogram, step)
+            edges = histogram.edges()
+            middles = [(left + right) / 2 for left, right in itertools.pairwise(edges)]
+            weighted = list(zip(middles, histogram.counts, strict=True))
+            self._writer.add_histogram_raw(
+                name,
+                min=histogram.low,
+                max=histogram.high,
+                num=histogram.total,
+                sum=sum(middle * count for middle, count in weighted),
+                sum_squares=sum(middle**2 * count for middle, count in weighted),
+                bucket_limits=edges[1:],
+                bucket_counts=list(histogram.counts),
+                global_step=step,
+            )
         for name, text in texts.items():
             self._writer.add_text(name, text, step)
         self._writer.flush()
@@ -93,22 +106,6 @@ class TensorBoardLog:
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._writer.close()
-
-    def _add_histogram(self, name: str, histogram: Histogram, step: int) -> None:
-        edges = histogram.edges()
-        middles = [(left + right) / 2 for left, right in itertools.pairwise(edges)]
-        weighted = list(zip(middles, histogram.counts, strict=True))
-        self._writer.add_histogram_raw(
-            name,
-            min=histogram.low,
-            max=histogram.high,
-            num=histogram.total,
-            sum=sum(middle * count for middle, count in weighted),
-            sum_squares=sum(middle**2 * count for middle, count in weighted),
-            bucket_limits=edges[1:],
-            bucket_counts=list(histogram.counts),
-            global_step=step,
-        )
 
 
 def _hyper_parameters(run: RunDescription) -> Iterator[Summary]:

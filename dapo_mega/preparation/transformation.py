@@ -126,7 +126,11 @@ class Transformer:
             self._journal.add(missing[index].row, {"text": answer.text, "cut_off": answer.cut_off})
             self.num_answered += 1
 
-        replies = self._endpoints.post_all([self._body(question) for question in missing], keep)
+        settings = self._settings
+        common = {"model": settings.model, "temperature": 0, "max_tokens": settings.max_tokens, **settings.extra_body}
+        texts = [asked(question.problem, question.answer) for question in missing]
+        bodies = [{"messages": [{"role": "user", "content": text}], **common} for text in texts]
+        replies = self._endpoints.post_all(bodies, keep)
         return {
             question.row: reply.reason
             for question, reply in zip(missing, replies, strict=True)
@@ -159,12 +163,6 @@ class Transformer:
             else:
                 results[question.row] = _refused("undecided", f"{verdict.outcome}: {answer.value}, {question.answer}")
         return [results[question.row] for question in questions]
-
-    def _body(self, question: Question) -> dict[str, Any]:
-        settings = self._settings
-        messages = [{"role": "user", "content": asked(question.problem, question.answer)}]
-        body = {"model": settings.model, "messages": messages, "temperature": 0, "max_tokens": settings.max_tokens}
-        return {**body, **settings.extra_body}
 
 
 def asked(problem: str, answer: str) -> str:

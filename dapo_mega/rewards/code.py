@@ -74,7 +74,6 @@ class CodeReward(Budgeted):
         self.held = held
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
-        """One result per record, in order."""
         self.budget.begin_call()
         return list(self._threads.map(self._score, records))
 

@@ -59,7 +59,6 @@ class JudgeReward(Reward):
         self._endpoints = Endpoints(EndpointSettings.of(settings), read_completion, CHAT_PATH)
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
-        """One result per record, in order."""
         questions = [self._question(record) for record in records]
         answers = iter(self._endpoints.post_all([each[0] for each in questions if isinstance(each, tuple)]))
         return [self._result(each[1], next(answers)) if isinstance(each, tuple) else each for each in questions]
@@ -115,13 +114,8 @@ def filled(template: str, record: RewardRecord, response: str) -> str:
     `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{boundary}` and columns of the row. `{{` and `}}` are
     braces, and braces around anything but a name are left alone. Raises KeyError for a column that the row lacks.
     """
-    values: dict[str, Any] = {
-        "prompt": record.prompt,
-        "response": response,
-        "ground_truth": record.ground_truth,
-        "data_source": record.data_source,
-        "boundary": boundary(record.prompt, response),
-    }
+    values: dict[str, Any] = {"prompt": record.prompt, "response": response, "ground_truth": record.ground_truth}
+    values |= {"data_source": record.data_source, "boundary": boundary(record.prompt, response)}
 
     def value(name: str) -> str:
         if name in values:

@@ -110,17 +110,11 @@ class WorkerProcess:
             return
         (requests, send), (receive, answers), (alive, lifeline) = os.pipe(), os.pipe(), os.pipe()
         os.set_blocking(send, False)
-        arguments = {
-            "sys_path": sys.path,
-            "requests_fd": requests,
-            "answers_fd": answers,
-            "lifeline_fd": alive,
-            **self._arguments,
-        }
+        pipes = {"requests_fd": requests, "answers_fd": answers, "lifeline_fd": alive}
         printed = self._output.write_fd if self._output else None
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
+                [sys.executable, "-c", _PROGRAM, json.dumps({"sys_path": sys.path, **pipes, **self._arguments})],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,

@@ -25,7 +25,6 @@ class RemoteReward(Reward):
         self._endpoints = Endpoints(endpoints, _read_scores)
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
-        """One result per record, in order."""
         size = self._batch_size
         batches = [records[start : start + size] for start in range(0, len(records), size)]
         answers = self._endpoints.post_all(

@@ -86,7 +86,9 @@ def _read(text: str, depth: int) -> Node | None:
     if depth > MAX_NESTING or not any(character.isalnum() for character in text):
         return None
     # Braces that are not escaped show nothing: `{1, 3}` is read as `1, 3`.
-    text = _without_braces(text)
+    while text.startswith("{") and text.endswith("}") and not text.endswith("\\}") and _closes(text) == len(text) - 1:
+        text = text[1:-1].strip()
+    text = text[1:].strip() if text.startswith("{") and _closes(text) < 0 else text
     for separators in (";", ","):
         parts = [part for part in _split(text, separators) if part.strip()]
         if len(parts) > 1:
@@ -113,12 +115,6 @@ def _read_all(parts: list[str], depth: int) -> tuple[Node, ...] | None:
     """What each of the parts is; None if one of them is nothing."""
     read = tuple(node for part in parts if (node := _read(part, depth + 1)) is not None)
     return read if len(read) == len(parts) else None
-
-
-def _without_braces(text: str) -> str:
-    while text.startswith("{") and text.endswith("}") and not text.endswith("\\}") and _closes(text) == len(text) - 1:
-        text = text[1:-1].strip()
-    return text[1:].strip() if text.startswith("{") and _closes(text) < 0 else text
 
 
 def _closes(text: str) -> int:

@@ -23,19 +23,10 @@ from dapo_mega.config.components.function import FunctionComponent
 from dapo_mega.config.components.servers import JudgeComponent, RemoteComponent, ServerComponent
 
 Component = Annotated[
-    AnswerComponent
-    | R1FormatComponent
-    | LanguageComponent
-    | RepetitionComponent
-    | LengthDapoComponent
-    | LengthKimiComponent
-    | FunctionComponent
-    | EnvironmentComponent
-    | JudgeComponent
-    | RemoteComponent
-    | CodeComponent,
+    AnswerComponent | R1FormatComponent | LanguageComponent | RepetitionComponent | LengthDapoComponent
+    | LengthKimiComponent | FunctionComponent | EnvironmentComponent | JudgeComponent | RemoteComponent | CodeComponent,
     Field(discriminator="kind"),
-]
+]  # fmt: skip
 """One component of a reward, of any kind."""
 
 KINDS: dict[str, type[ComponentConfig]] = {
