@@ -1,4 +1,4 @@
-"""The configuration of a run: one YAML file with frozen sections, one module per section; unknown keys are errors.
+"""The configuration of a run: one YAML file with frozen sections; unknown keys are errors.
 
 What can be chosen by kind stands with its code in `algorithms/`. Nothing here imports torch or reads any other file.
 """

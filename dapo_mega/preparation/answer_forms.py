@@ -93,7 +93,8 @@ def _linear(
     if d > 1:
         shown[bottom] = d
         form = rf"\frac{{{form}}}{{{bottom}}}"
-    integers = f"{_listed(list(shown))} {'are integers' if len(shown) > 1 else 'is an integer'}"
+    *others, last = (f"${name}$" for name in shown)
+    integers = f"{', '.join(others)} and {last} are integers" if others else f"{last} is an integer"
     if d > 1:
         integers += f" with greatest common divisor 1, ${bottom} > 0$"
     shown |= more
@@ -116,11 +117,6 @@ FORMS: Final[dict[str, Form]] = {"integer": _integer, "fraction": _fraction, "su
 def _addition(form: str, conditions: str, names: Sequence[str]) -> str:
     total = " + ".join(names)
     return f"The answer can be written as ${form}$, where {conditions}. Find ${total}$."
-
-
-def _listed(names: Sequence[str]) -> str:
-    quoted = [f"${name}$" for name in names]
-    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}"
 
 
 def _free_letters(problem: str) -> str:

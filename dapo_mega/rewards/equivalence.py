@@ -6,26 +6,14 @@ grammar only, and only on text that `bounds` lets pass.
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Final
 
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
-from dapo_mega.rewards.grading import Grader, gold_answers, graded, stated_truth
+from dapo_mega.rewards.grading import Grader, gold_answers
 from dapo_mega.rewards.normalization import canonical_latex
 
 _PLAIN_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _GRADER: Final = Grader()
-
-
-def answers_match(candidate: str, ground_truth: str | Sequence[str], numeric_tolerance: float = 0.0) -> bool:
-    """Whether an extracted answer equals the ground truth; False for an answer that exceeds `bounds`.
-
-    Runs in the calling process without a time limit; `AnswerVerifier` adds the limits that training needs.
-    """
-    if len(candidate) > MAX_ANSWER_CHARACTERS:
-        return False
-    golds = map(stated_truth, gold_answers(ground_truth))
-    return any(graded(candidate, gold, numeric_tolerance) for gold in golds)
 
 
 def same_answer(first: str, second: str) -> bool:

@@ -227,22 +227,15 @@ class _Reader:
         if self._peek() != "^":
             return base
         self._take()
-        exponent = self._exponent()
+        if self._peek()[:1].isdigit() and len(self._peek()) > 1:
+            raise _Unread  # LaTeX raises to the first digit, people mean both.
+        exponent = self._atom()
         if self._peek() == "^" or abs(exponent) > _MAX_EXPONENT or (base == 0 and not exponent.real > 0):
             raise _Unread
         result = base**exponent
         if self._peek() == "!":
             raise _Unread
         return result
-
-    def _exponent(self) -> Any:
-        if self._peek() in ("{", "("):
-            return self._atom()
-        token = self._take()
-        if token[0].isdigit() and len(token) > 1:
-            raise _Unread  # LaTeX raises to the first digit, people mean both.
-        self._next -= 1
-        return self._atom()
 
     def _atom(self) -> Any:
         token = self._take()

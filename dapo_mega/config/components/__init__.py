@@ -18,8 +18,7 @@ from dapo_mega.config.components.built_in import (
     R1FormatComponent,
     RepetitionComponent,
 )
-from dapo_mega.config.components.code import CodeComponent
-from dapo_mega.config.components.function import FunctionComponent
+from dapo_mega.config.components.code import CodeComponent, FunctionComponent
 from dapo_mega.config.components.servers import JudgeComponent, RemoteComponent, ServerComponent
 
 Component = Annotated[
