@@ -3,8 +3,6 @@
 An arm is a list of `section.key=value` overrides of a run's file, as a user could type them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,14 +31,11 @@ LADDER = (
     Rung("overlong_filtering", "+ Overlong Filtering", 36, {"reward.overlong_filtering": (False, True)}),
     Rung("clip_higher", "+ Clip-Higher", 38, {"algorithm.policy_loss.high": (0.2, 0.28)}),
     Rung("soft_overlong_punishment", "+ Soft Overlong Punishment", 41, {"reward.overlong_punishment": (False, True)}),
-    Rung(
-        "token_level_loss",
-        "+ Token-level Loss",
-        42,
-        {"algorithm.aggregation": ("sequence_mean_token_mean", "token_mean")},
-    ),
+    Rung("token_level_loss", "+ Token-level Loss", 42, {
+        "algorithm.aggregation": ("sequence_mean_token_mean", "token_mean"),
+    }),
     Rung("dynamic_sampling", "+ Dynamic Sampling (DAPO)", 50, {"algorithm.dynamic_sampling": (False, True)}),
-)
+)  # fmt: skip
 """Table 1 in its order. The first row has DAPO's advantage, its dual clip and no KL penalty, as all other rows."""
 
 METHODS: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["preset"].annotation)

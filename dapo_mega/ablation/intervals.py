@@ -1,7 +1,5 @@
 """Means over seeds with 95 % intervals: percentile bootstrap for a mean, Student's t for a difference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

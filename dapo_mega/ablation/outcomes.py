@@ -1,7 +1,5 @@
 """How far a run is, by what its trainer left in its folder: metrics, `status.json`, `config.yaml`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """The runs of an ablation: each arm with each seed, resolved and checked before anything is started."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

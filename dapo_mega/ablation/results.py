@@ -1,7 +1,5 @@
 """What the finished runs of each arm came to, over their seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Carries out a plan: runs as child processes, one after the other or some at a time, until all are settled or a signal
 comes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -102,7 +100,14 @@ class Runner:
     def _look_at(self, child: _Child, progress: ProgressDisplay) -> None:
         """Show the child's new steps, and take it off the list when it has ended."""
         has_ended = child.group.status() is not None
-        self._show_steps(child, progress)
+        file = child.run.folder / METRICS_FILE
+        num_bytes = file.stat().st_size if file.is_file() else -1
+        if num_bytes != child.seen_bytes and (records := records_of(child.run.folder)):
+            step = int(records[-1]["step"])
+            self.outcomes[child.run.name] = Outcome("begun", step)
+            position = f"{self._place(child.run)}  step {step}/{child.run.config.num_steps}"
+            progress.update(self._num_done(), records[-1], position)
+        child.seen_bytes = num_bytes
         if not has_ended:
             return
         self._children.remove(child)
@@ -115,18 +120,6 @@ class Runner:
         why = f": {outcome.message}" if outcome.message else ""
         progress.message(f"{self._place(child.run)}: {outcome.state} after step {outcome.step}{why}")
         self._on_end()
-
-    def _show_steps(self, child: _Child, progress: ProgressDisplay) -> None:
-        file = child.run.folder / METRICS_FILE
-        num_bytes = file.stat().st_size if file.is_file() else -1
-        if num_bytes == child.seen_bytes:
-            return
-        child.seen_bytes = num_bytes
-        if records := records_of(child.run.folder):
-            step = int(records[-1]["step"])
-            self.outcomes[child.run.name] = Outcome("begun", step)
-            position = f"{self._place(child.run)}  step {step}/{child.run.config.num_steps}"
-            progress.update(self._num_done(), records[-1], position)
 
     def _end_all(self, progress: ProgressDisplay) -> None:
         """SIGTERM to all children, time to save their last step, then SIGKILL."""

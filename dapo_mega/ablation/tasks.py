@@ -3,8 +3,6 @@
 Each is made by the commands that a user could type, as child processes; what is there already is left alone.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +13,9 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RUN_FILE, TUNING_FILE = CONFIGS / "quickstart.yaml", CONFIGS / "quickstart_sft.yaml"
 
 ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-}
+}  # fmt: skip
 """Of the children: the tasks are sized for CPU cores, so a GPU that happens to be there is left alone."""
 
 _SIZES = ("--num-train", "4000", "--num-eval", "256", "--num-demonstrations", "30000")

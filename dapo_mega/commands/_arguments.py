@@ -1,7 +1,5 @@
 """Arguments that several commands share, and the way from a run's file to its start or dry run."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -23,26 +21,22 @@ def at_least_one(text: str) -> int:
 
 def add_prepared_output(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
     """Add where a prepared dataset is written to."""
-    parser.add_argument("--output", type=Path, required=is_required, help="folder of the new dataset")
-    parser.add_argument("--force", action="store_true", help="replace a prepared dataset in this folder")
-    parser.add_argument(
-        "--dropped", choices=("parquet", "jsonl"), help="also write the rows that are left out, with their reasons"
-    )
+    add = parser.add_argument
+    add("--output", type=Path, required=is_required, help="folder of the new dataset")
+    add("--force", action="store_true", help="replace a prepared dataset in this folder")
+    add("--dropped", choices=("parquet", "jsonl"), help="also write the rows that are left out, with their reasons")
 
 
 def parse_training_arguments(description: str) -> argparse.Namespace:
     """The run's file, the overrides of its keys, and what is to be done with them."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of the run")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="check the run, print its layout, and exit")
-    parser.add_argument("--elsewhere", action="store_true", help="with --dry-run: the run is for another machine")
-    parser.add_argument("--all", action="store_true", help="with --dry-run: print every key with its value, too")
-    parser.add_argument(
-        "--accept-changes", action="store_true", help="resume although the configuration differs from the saved one"
-    )
+    add = parser.add_argument
+    add("--config", type=Path, required=True, help="YAML file of the run")
+    add("overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides of the file")
+    add("--dry-run", action="store_true", help="check the run, print its layout, and exit")
+    add("--elsewhere", action="store_true", help="with --dry-run: the run is for another machine")
+    add("--all", action="store_true", help="with --dry-run: print every key with its value, too")
+    add("--accept-changes", action="store_true", help="resume although the configuration differs from the saved one")
     arguments = parser.parse_intermixed_args()
     leave_at_sigterm("the run was stopped by SIGTERM before it began; start the same command again")
     quiet_libraries()

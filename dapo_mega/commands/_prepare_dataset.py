@@ -4,8 +4,6 @@ dapo-mega prepare dataset data/mine.jsonl --output data/prepared --prompt-column
 dapo-mega prepare dataset --config prepare.yaml --output data/prepared --dropped parquet filters.proofs=true
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import signal
@@ -25,21 +23,16 @@ _OVERRIDE = re.compile(r"\w+(\.[\w-]+)*=")
 
 def add_dataset(command: argparse.ArgumentParser) -> None:
     """The arguments of the command; `with_late_inputs` takes those that stand behind options."""
+    add = command.add_argument
     command.description = __doc__
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.add_argument(
-        "inputs", nargs="*", metavar="FILE | section.key=value", help="sources, and overrides of the recipe's keys"
-    )
-    command.add_argument("--config", type=Path, help="recipe as a YAML file, in place of FILE")
+    add("inputs", nargs="*", metavar="FILE | section.key=value", help="sources, and overrides of the recipe's keys")
+    add("--config", type=Path, help="recipe as a YAML file, in place of FILE")
     add_prepared_output(command)
-    command.add_argument("--prompt-column", help="dotted name of the problems' column (default: prompt)")
-    command.add_argument(
-        "--answer-column", help="dotted name of the answers' column (default: reward_model.ground_truth)"
-    )
-    command.add_argument("--answer-style", help="verbatim, gsm8k, boxed or unchecked (default: verbatim)")
-    command.add_argument(
-        "--decontaminate", nargs="+", default=[], metavar="FILE", help="evaluation sets that must not be trained on"
-    )
+    add("--prompt-column", help="dotted name of the problems' column (default: prompt)")
+    add("--answer-column", help="dotted name of the answers' column (default: reward_model.ground_truth)")
+    add("--answer-style", help="verbatim, gsm8k, boxed or unchecked (default: verbatim)")
+    add("--decontaminate", nargs="+", default=[], metavar="FILE", help="evaluation sets that must not be trained on")
     command.set_defaults(run=prepare_dataset)
 
 
@@ -62,7 +55,7 @@ def prepare_dataset(options: argparse.Namespace) -> None:
     print(_summary(options.output, card, is_new=is_new))
 
 
-def _recipe(options: argparse.Namespace) -> PreparationConfig:
+def _recipe(options: argparse.Namespace) -> "PreparationConfig":
     from dapo_mega.config import PreparationConfig
     from dapo_mega.config.files import configured, read_yaml
 
@@ -97,7 +90,7 @@ def _named(paths: list[str]) -> dict[str, Any]:
     return named
 
 
-def _summary(output: Path, card: Card, *, is_new: bool) -> str:
+def _summary(output: Path, card: "Card", *, is_new: bool) -> str:
     counts = [(reason, number) for reason, number in card.dropped.items() if number]
     width = len(str(card.num_rows_read))
     lines = [f"{output}:{'' if is_new else ' already there,'} {card.num_rows} of {card.num_rows_read} rows"]

@@ -1,7 +1,5 @@
 """`dapo-mega prepare difficulty`: measure how often a model solves each prompt of a prepared dataset."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,39 +12,31 @@ if TYPE_CHECKING:
     from dapo_mega.config import RunConfig
 
 _KEYS = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "template": "data.train.template",
-    "extraction": "reward.extraction",
-    "max_response_tokens": "rollout.max_response_tokens",
-    "temperature": "rollout.temperature",
-    "seed": "seed",
+    "model": "model.path", "dtype": "model.dtype", "template": "data.train.template", "extraction": "reward.extraction",
+    "max_response_tokens": "rollout.max_response_tokens", "temperature": "rollout.temperature", "seed": "seed",
     "urls": "rollout.fleet.urls",
-}
+}  # fmt: skip
 """The configuration keys that flags stand for."""
 
 
 def add_difficulty(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", type=Path, help="folder of a prepared dataset, with its card.json")
+    add = command.add_argument
+    add("source", type=Path, help="folder of a prepared dataset, with its card.json")
     add_prepared_output(command)
-    command.add_argument("--config", type=Path, help="YAML file of a run whose model, template and reward count")
-    command.add_argument("--model", help="folder of a Hugging Face checkpoint")
-    command.add_argument("--urls", help="URLs of SGLang engines that hold this model, with commas between")
-    command.add_argument(
-        "--samples", type=at_least_one, default=8, metavar="K", help="responses per prompt (%(default)s)"
-    )
-    command.add_argument("--keep", default="0..1", metavar="A..B", help="pass rates to keep (%(default)s)")
-    command.add_argument("--column", default="difficulty", help="name of the pass rate's column (%(default)s)")
-    command.add_argument("--template", help="instruction around the problem (dapo)")
-    command.add_argument("--extraction", help="where answers are looked for (dapo)")
-    command.add_argument("--max-response-tokens", help="longest response (1024)")
-    command.add_argument("--temperature", help="sampling temperature (1)")
-    command.add_argument("--dtype", choices=("fp32", "bf16"), help="number format of the model (bf16)")
-    command.add_argument("--seed", help="seed of all samples (0)")
-    command.add_argument(
-        "--set", nargs="+", default=[], metavar="section.key=value", help="any other key of a run, as for train"
-    )
-    command.add_argument("--drop-failed", action="store_true", help="leave out prompts whose responses failed")
+    add("--config", type=Path, help="YAML file of a run whose model, template and reward count")
+    add("--model", help="folder of a Hugging Face checkpoint")
+    add("--urls", help="URLs of SGLang engines that hold this model, with commas between")
+    add("--samples", type=at_least_one, default=8, metavar="K", help="responses per prompt (%(default)s)")
+    add("--keep", default="0..1", metavar="A..B", help="pass rates to keep (%(default)s)")
+    add("--column", default="difficulty", help="name of the pass rate's column (%(default)s)")
+    add("--template", help="instruction around the problem (dapo)")
+    add("--extraction", help="where answers are looked for (dapo)")
+    add("--max-response-tokens", help="longest response (1024)")
+    add("--temperature", help="sampling temperature (1)")
+    add("--dtype", choices=("fp32", "bf16"), help="number format of the model (bf16)")
+    add("--seed", help="seed of all samples (0)")
+    add("--set", nargs="+", default=[], metavar="section.key=value", help="any other key of a run, as for train")
+    add("--drop-failed", action="store_true", help="leave out prompts whose responses failed")
     command.set_defaults(run=difficulty)
 
 
@@ -72,7 +62,7 @@ def difficulty(options: argparse.Namespace) -> None:
     )
 
 
-def _config(options: argparse.Namespace) -> RunConfig:
+def _config(options: argparse.Namespace) -> "RunConfig":
     """The run's configuration: of a file or of defaults, then flags, then overrides."""
     from dapo_mega.config import RunConfig, load_config
     from dapo_mega.config.files import configured

@@ -1,7 +1,5 @@
 """`dapo-mega prepare general-points`: deals to train on and to evaluate by, and solutions to imitate."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

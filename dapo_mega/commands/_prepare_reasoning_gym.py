@@ -1,7 +1,5 @@
 """`dapo-mega prepare reasoning-gym`: problems of one or more of its generators, to train on and held out."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses
@@ -22,14 +20,11 @@ _NUM_CHECKED: Final = 8
 
 
 def add_reasoning_gym(command: argparse.ArgumentParser) -> None:
-    command.add_argument("generators", nargs="+", help='names, with options: "chain_sum={max_terms: 4}"')
-    command.add_argument(
-        "--num-train", type=int, default=4000, help="of all generators in turns (default: %(default)s)"
-    )
-    command.add_argument("--num-eval", type=int, default=200, help="held out, in turns (default: %(default)s)")
-    command.add_argument(
-        "--allow-code", action="store_true", help="also generators whose scorers run answers as Python"
-    )
+    add = command.add_argument
+    add("generators", nargs="+", help='names, with options: "chain_sum={max_terms: 4}"')
+    add("--num-train", type=int, default=4000, help="of all generators in turns (default: %(default)s)")
+    add("--num-eval", type=int, default=200, help="held out, in turns (default: %(default)s)")
+    add("--allow-code", action="store_true", help="also generators whose scorers run answers as Python")
     command.set_defaults(run=prepare_reasoning_gym)
 
 

@@ -1,7 +1,5 @@
 """`dapo-mega prepare transform`: rewrite a prepared dataset's problems so that their answers are integers."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -12,21 +10,20 @@ from dapo_mega.errors import InputError
 
 
 def add_transform(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", type=Path, nargs="?", help="folder of a prepared dataset, with its card.json")
-    command.add_argument("--show-prompt", action="store_true", help="print what the model is asked, and exit")
+    add = command.add_argument
+    add("source", type=Path, nargs="?", help="folder of a prepared dataset, with its card.json")
+    add("--show-prompt", action="store_true", help="print what the model is asked, and exit")
     add_prepared_output(command, is_required=False)
-    command.add_argument("--urls", help="URLs of equal servers with OpenAI's API, up to /v1, with commas between")
-    command.add_argument("--model", help="the model's name at the servers")
-    command.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
-    command.add_argument("--api-key-file", metavar="FILE", help="file that holds the API key")
-    command.add_argument("--concurrency", type=at_least_one, default=64, help="requests in flight (%(default)s)")
-    command.add_argument("--timeout-s", type=float, default=300.0, help="seconds for one attempt (%(default)s)")
-    command.add_argument("--attempts", type=at_least_one, default=3, help="attempts at one row (%(default)s)")
-    command.add_argument(
-        "--max-tokens", type=at_least_one, default=2048, help="tokens of a reply, thoughts included (%(default)s)"
-    )
-    command.add_argument("--extra-body", default="{}", metavar="JSON", help="further keys of each request")
-    command.add_argument("--drop-unanswered", action="store_true", help="leave out rows that get no reply")
+    add("--urls", help="URLs of equal servers with OpenAI's API, up to /v1, with commas between")
+    add("--model", help="the model's name at the servers")
+    add("--api-key-env", metavar="NAME", help="environment variable that holds the API key")
+    add("--api-key-file", metavar="FILE", help="file that holds the API key")
+    add("--concurrency", type=at_least_one, default=64, help="requests in flight (%(default)s)")
+    add("--timeout-s", type=float, default=300.0, help="seconds for one attempt (%(default)s)")
+    add("--attempts", type=at_least_one, default=3, help="attempts at one row (%(default)s)")
+    add("--max-tokens", type=at_least_one, default=2048, help="tokens of a reply, thoughts included (%(default)s)")
+    add("--extra-body", default="{}", metavar="JSON", help="further keys of each request")
+    add("--drop-unanswered", action="store_true", help="leave out rows that get no reply")
     command.set_defaults(run=transform)
 
 
@@ -41,7 +38,12 @@ def transform(options: argparse.Namespace) -> None:
             raise InputError(f"prepare transform needs {name if name == 'source' else f'--{name}'}; see --help")
     if not options.timeout_s > 0:
         raise InputError(f"--timeout-s {options.timeout_s:g} must be above 0")
-    extra_body = _extra_body(options.extra_body)
+    try:
+        extra_body = json.loads(options.extra_body)
+    except ValueError as error:
+        raise InputError(f"--extra-body {options.extra_body!r} is not JSON ({error})") from None
+    if not isinstance(extra_body, dict):
+        raise InputError(f"--extra-body {options.extra_body!r} is no JSON object")
     from dapo_mega.preparation.transformation import TransformationSettings
     from dapo_mega.preparation.transformed_dataset import TransformedDatasetOptions, transform_dataset
     from dapo_mega.rewards.endpoints import EndpointSettings
@@ -64,13 +66,3 @@ def transform(options: argparse.Namespace) -> None:
     )
     counts = ", ".join(f"{count} {outcome}" for outcome, count in card.details["rows_by_outcome"].items())
     print(f"{options.output}: {card.num_rows} of {card.num_rows_read} rows ({counts})")
-
-
-def _extra_body(text: str) -> dict[str, object]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"--extra-body {text!r} is not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise InputError(f"--extra-body {text!r} is no JSON object")
-    return found

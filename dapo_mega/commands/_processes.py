@@ -1,7 +1,5 @@
 """`python -m dapo_mega.commands._processes ...`: torchrun, which leaves it to its processes to say why they end."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -3,8 +3,6 @@
 The same code as `tools/ablate.py`. Started again, it continues: runs that are finished stay as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -80,24 +78,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     # Taken out first: an option with several values would swallow them.
     overrides = [argument for argument in arguments if _OVERRIDE.match(argument)]
     parser = argparse.ArgumentParser(description="Repeat the paper's Table 1 and compare all methods.")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides for all runs"
-    )
-    parser.add_argument("--config", type=Path, help="YAML file of a run to start from (default: --task's)")
-    parser.add_argument(
-        "--task", choices=TASKS, help="task with data and a cold start, made once for all runs (default: quickstart)"
-    )
-    parser.add_argument(
-        "--rows", nargs="*", metavar="ROW", help=f"rows of Table 1: {', '.join(rung.name for rung in LADDER)}"
-    )
-    parser.add_argument("--methods", nargs="*", metavar="PRESET", help=f"presets: {', '.join(METHODS)}")
-    parser.add_argument("--seeds", type=_seed, nargs="+", default=[0, 1, 2], metavar="SEED")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/ablation"), help="default: %(default)s")
-    parser.add_argument(
-        "--processes", type=at_least_one, default=2, help="processes of each run on this machine (default: 2)"
-    )
-    parser.add_argument("--parallel", type=at_least_one, default=1, help="runs at a time (default: 1)")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan, check every run's settings, and exit")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="section.key=value", help="section.key=value overrides for all runs")
+    add("--config", type=Path, help="YAML file of a run to start from (default: --task's)")
+    add("--task", choices=TASKS, help="task with data and a cold start, made once for all runs (default: quickstart)")
+    add("--rows", nargs="*", metavar="ROW", help=f"rows of Table 1: {', '.join(rung.name for rung in LADDER)}")
+    add("--methods", nargs="*", metavar="PRESET", help=f"presets: {', '.join(METHODS)}")
+    add("--seeds", type=_seed, nargs="+", default=[0, 1, 2], metavar="SEED")
+    add("--output-dir", type=Path, default=Path("runs/ablation"), help="default: %(default)s")
+    add("--processes", type=at_least_one, default=2, help="processes of each run on this machine (default: 2)")
+    add("--parallel", type=at_least_one, default=1, help="runs at a time (default: 1)")
+    add("--dry-run", action="store_true", help="print the plan, check every run's settings, and exit")
     options = parser.parse_args([argument for argument in arguments if not _OVERRIDE.match(argument)])
     if options.overrides:
         parser.error(f"unknown argument {options.overrides[0]!r}; overrides are of the form section.key=value")

@@ -4,8 +4,6 @@ dapo-mega compare runs/mine@0 runs/mine@200
 dapo-mega compare evaluations/base evaluations/dapo evaluations/grpo --k 1 16 256 --output comparison
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence
@@ -52,10 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_intermixed_args(argv)
     comparisons = compare(
-        load_evaluations(arguments.evaluations),
-        ks=arguments.k,
-        only=arguments.only,
-        allowed=arguments.allow_different,
+        load_evaluations(arguments.evaluations), ks=arguments.k, only=arguments.only, allowed=arguments.allow_different
     )
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)

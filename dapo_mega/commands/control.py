@@ -3,8 +3,6 @@
 The trainer finds it by the run's folder. With controller.own_process=true rank 0 starts one where none listens.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -12,8 +12,6 @@ Needs memory for a few tensors and one shard, not for the model. Started again a
 continues. Under torchrun the processes share the files among them.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -86,7 +84,7 @@ def _checkpoint_in(path: Path, *, exported: bool = False) -> Path:
     return chosen
 
 
-def _convert(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
+def _convert(checkpoint: "Checkpoint", options: argparse.Namespace) -> None:
     from dapo_mega.conversion.convert import require_format, reshard, to_hf, to_megatron
 
     require_format(checkpoint, megatron=options.command != "hf-to-megatron", command=options.command)
@@ -100,7 +98,7 @@ def _convert(checkpoint: Checkpoint, options: argparse.Namespace) -> None:
     print_once(f"wrote {options.target}" if written else f"{options.target} is finished already: nothing to do")
 
 
-def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
+def _verify(left: "Checkpoint", right: "Checkpoint", tensors_only: bool) -> None:
     """Exit status 1 if the checkpoints differ."""
     from dapo_mega.conversion.verification import compare_logprobs, different_fields, different_tensors
 
@@ -125,7 +123,7 @@ def _verify(left: Checkpoint, right: Checkpoint, tensors_only: bool) -> None:
         sys.exit(EXIT_DIFFERENT)
 
 
-def _layout(options: argparse.Namespace, arch: Architecture) -> ParallelConfig:
+def _layout(options: argparse.Namespace, arch: "Architecture") -> ParallelConfig:
     """Expert tensor parallelism defaults to --tensor unless experts are sharded over ranks."""
     expert_tensor = options.expert_tensor
     if expert_tensor is None:

@@ -96,12 +96,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_model_and_benchmarks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=int, metavar="N", help="of a run's folder: the checkpoint (default: the newest)")
-    parser.add_argument(
-        "--benchmarks", metavar="NAME[=FILE],...", help="such as aime24,math500=math500.jsonl; tools/evaluation.md"
-    )
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="benchmarks' files (default: the hub)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--step", type=int, metavar="N", help="of a run's folder: the checkpoint (default: the newest)")
+    add("--benchmarks", metavar="NAME[=FILE],...", help="such as aime24,math500=math500.jsonl; tools/evaluation.md")
+    add("--data", type=Path, metavar="FOLDER", help="benchmarks' files (default: the hub)")
+    add(
         "--output",
         type=Path,
         help="folder of responses and results (default: runs/evaluations/MODEL); with --config a JSON file",
@@ -114,23 +113,20 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
     extractions = get_args(AnswerComponent.model_fields["extraction"].annotation)
     sampling = parser.add_argument_group("sampling and grading")
-    sampling.add_argument("--k", type=at_least_one, help="responses to each problem (default: the benchmark's)")
-    sampling.add_argument("--temperature", type=float, default=Choices.temperature, help="default: %(default)s")
-    sampling.add_argument("--top-p", type=float, default=Choices.top_p, help="default: %(default)s")
-    sampling.add_argument(
+    add = sampling.add_argument
+    add("--k", type=at_least_one, help="responses to each problem (default: the benchmark's)")
+    add("--temperature", type=float, default=Choices.temperature, help="default: %(default)s")
+    add("--top-p", type=float, default=Choices.top_p, help="default: %(default)s")
+    add(
         "--max-tokens",
         type=at_least_one,
         help="longest response (default: 8192, or three quarters of the model's context if that is less)",
     )
-    sampling.add_argument("--seed", type=int, default=Choices.seed)
-    sampling.add_argument("--num-problems", type=at_least_one, metavar="N", help="only the first N of each benchmark")
-    sampling.add_argument("--template", default=Choices.template, help="default: %(default)s; tools/data.md")
-    sampling.add_argument(
-        "--grader", choices=extractions, default=Choices.extraction, help="where answers are (default: %(default)s)"
-    )
-    sampling.add_argument(
-        "--chat-template", choices=("auto", "on", "off"), default="auto", help="auto: if the tokenizer has one"
-    )
+    add("--seed", type=int, default=Choices.seed)
+    add("--num-problems", type=at_least_one, metavar="N", help="only the first N of each benchmark")
+    add("--template", default=Choices.template, help="default: %(default)s; tools/data.md")
+    add("--grader", choices=extractions, default=Choices.extraction, help="where answers are (default: %(default)s)")
+    add("--chat-template", choices=("auto", "on", "off"), default="auto", help="auto: if the tokenizer has one")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -204,7 +200,6 @@ def _evaluate_model(options: argparse.Namespace, path: Path) -> None:
 
 
 def _engine(options: argparse.Namespace, model: Path, output: Path) -> tuple[str, Engine]:
-    """The number format, and what generates."""
     from dapo_mega.distributed import accelerator
     from dapo_mega.evaluation.run import Engine
 

@@ -1,7 +1,5 @@
 """What a configuration key, a metric or a method means: `dapo-mega explain max_staleness policy/entropy gspo`."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import textwrap

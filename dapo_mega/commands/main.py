@@ -1,7 +1,5 @@
 """`dapo-mega NAME ...`, also `python -m dapo_mega NAME ...`: lists the commands and starts one of them."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

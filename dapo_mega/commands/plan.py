@@ -14,8 +14,6 @@ beside the trainer's, colocated on the trainer's, asleep while the policy trains
 The model's weights need not be here: model.architecture (a config.json) is enough.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,8 +37,7 @@ from dapo_mega.planning.step_time import Machine
 from dapo_mega.samples.files import file_of, samples_folder, stored_files
 from dapo_mega.samples.reading import read_account
 from dapo_mega.simulation.divisions import simulate_divisions, simulated_division_lines
-from dapo_mega.simulation.scaling import doublings, scale, scaling_lines
-from dapo_mega.simulation.scaling_picture import draw_scaling
+from dapo_mega.simulation.scaling import doublings, draw_scaling, scale, scaling_lines
 from dapo_mega.simulation.schedules import Assumed, simulated_lines
 
 
@@ -58,14 +55,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     assumptions, measured = _assumptions(options, config), None
     if options.calibrate:
         measured = calibrate(options.calibrate, arch, assumptions, _gpus_of(options.calibrate))
-        assumptions = _calibrated(assumptions, measured, options, config)
+        # The measured mean length unless another was given or the plan's responses are shorter.
+        mean = options.mean_response_tokens or min(measured.mean_response, config.rollout.max_response_tokens)
+        machine = replace(assumptions.machine, calibration=measured.calibration)
+        assumptions = replace(assumptions, machine=machine, mean_response=mean)
         for line in measured.lines():
             print_once(line)
+    assumed = _assumed(options, measured)
     lines: Iterable[str]
     if options.total_gpus is not None:
-        lines = _division_lines(config, given, arch, options, assumptions, measured)
+        divisions = divide(config, arch, options.total_gpus, assumptions, options.rounds)
+        lines = division_lines(divisions, options.total_gpus, given, options.rounds)
+        if options.simulate:
+            found = simulate_divisions(divisions, given, assumed)
+            lines = simulated_division_lines(found, options.total_gpus, given, assumed)
     elif options.scaling:
-        lines = _scaling_lines(config, arch, options, assumptions, measured)
+        lines = _scaling_lines(config, arch, options, assumptions, assumed)
     elif options.propose:
         proposals, num_valid = propose(config, RankLayout(arch, ParallelConfig(), world_size), assumptions)
         lines = proposal_lines(proposals, num_valid, world_size, assumptions, given)
@@ -73,40 +78,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines = describe_run(config, world_size)
         plan = estimate(config, RankLayout(arch, config.parallel, world_size), assumptions)
         if options.simulate:
-            lines = simulated_lines(plan, _assumed(options, measured), options.timelines)
+            lines = simulated_lines(plan, assumed, options.timelines)
         else:
             lines = chain(lines, report(plan))
     for line in lines:
         print_once(line)
 
 
-def _division_lines(
-    config: RunConfig,
-    given: RunConfig,
-    arch: Architecture,
-    options: argparse.Namespace,
-    assumptions: Assumptions,
-    measured: MeasuredRun | None,
-) -> Iterable[str]:
-    divisions = divide(config, arch, options.total_gpus, assumptions, options.rounds)
-    if not options.simulate:
-        return division_lines(divisions, options.total_gpus, given, options.rounds)
-    assumed = _assumed(options, measured)
-    found = simulate_divisions(divisions, given, assumed)
-    return simulated_division_lines(found, options.total_gpus, given, assumed)
-
-
 def _scaling_lines(
-    config: RunConfig,
-    arch: Architecture,
-    options: argparse.Namespace,
-    assumptions: Assumptions,
-    measured: MeasuredRun | None,
+    config: RunConfig, arch: Architecture, options: argparse.Namespace, assumptions: Assumptions, assumed: Assumed
 ) -> Iterator[str]:
     """A line for each size as soon as it is simulated, and then the picture is drawn."""
     output: Path = options.output or Path("scaling.png")
     points = []
-    for point in scale(config, arch, _scaled_sizes(options), assumptions, _assumed(options, measured)):
+    for point in scale(config, arch, _scaled_sizes(options), assumptions, assumed):
         yield f"{point.num_gpus} GPUs, {point.form}: {point.steps_per_hour:.3g} steps/hour"
         points.append(point)
     yield from scaling_lines(points, config)
@@ -115,7 +100,6 @@ def _scaling_lines(
 
 
 def _scaled_sizes(options: argparse.Namespace) -> list[int]:
-    """The numbers of GPUs of --scaling."""
     match = re.fullmatch(r"(\d+):(\d+)", options.scaling)
     if not match:
         raise InputError(f"--scaling={options.scaling} must be FIRST:LAST, two numbers of GPUs, such as 16:4096")
@@ -153,15 +137,6 @@ def _gpus_of(run_dir: Path) -> int:
     return int(read_account(file_of(folder, "training", steps[-1]))["world_size"])
 
 
-def _calibrated(
-    assumptions: Assumptions, measured: MeasuredRun, options: argparse.Namespace, config: RunConfig
-) -> Assumptions:
-    """The measured costs, and the measured mean length unless another was given or the plan's responses are shorter."""
-    mean = options.mean_response_tokens or min(measured.mean_response, config.rollout.max_response_tokens)
-    machine = replace(assumptions.machine, calibration=measured.calibration)
-    return replace(assumptions, machine=machine, mean_response=mean)
-
-
 def _assumed(options: argparse.Namespace, measured: MeasuredRun | None) -> Assumed:
     """What was given, else what was measured, else what is usual."""
     spread, kept_share = (measured.spread, measured.kept_share) if measured else (0.9, 0.5)
@@ -178,20 +153,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Estimate memory, communication and time of a configuration's layout, without a GPU."
     )
-    parser.add_argument("config", type=Path, help="YAML file of a run")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
-    parser.add_argument("--propose", action="store_true", help="list layouts that fit instead, fastest first")
-    parser.add_argument("--simulate", action="store_true", help="compare the schedules of rollout.schedule instead")
-    parser.add_argument(
+    add = parser.add_argument
+    add("config", type=Path, help="YAML file of a run")
+    add("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
+    add("--propose", action="store_true", help="list layouts that fit instead, fastest first")
+    add("--simulate", action="store_true", help="compare the schedules of rollout.schedule instead")
+    add(
         "--scaling",
         metavar="FIRST:LAST",
         help="plan and simulate on FIRST GPUs in total, twice as many and so on until LAST instead, and draw a picture",
     )
-    parser.add_argument("--output", type=Path, help="PNG file of --scaling (default: scaling.png)")
-    parser.add_argument(
-        "--calibrate", type=Path, metavar="RUN", help="folder of a run of this model: plan with what its steps took"
-    )
-    parser.add_argument(
+    add("--output", type=Path, help="PNG file of --scaling (default: scaling.png)")
+    add("--calibrate", type=Path, metavar="RUN", help="folder of a run of this model: plan with what its steps took")
+    add(
         "--timelines",
         type=Path,
         metavar="FOLDER",
@@ -226,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--engine-tensor", int, None, "tensor-parallel size of an engine (default: the weights take half of a GPU)"),
     )
     for name, kind, default, text in numbers:
-        parser.add_argument(name, type=kind, default=default, help=f"{text}" + (f" ({default:g})" if default else ""))
+        add(name, type=kind, default=default, help=f"{text}" + (f" ({default:g})" if default else ""))
     return parser
 
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dapo_mega.errors import InputError
-from dapo_mega.metrics.plotting import plot_run, save_png
-from dapo_mega.metrics.summary import before_and_after
+from dapo_mega.metrics.plotting import before_and_after, plot_run, save_png
 from dapo_mega.metrics.timeline.excerpt import NUM_SHOWN, load_excerpt
 from dapo_mega.metrics.timeline.picture import timeline_figure
 from dapo_mega.metrics.timeline.trace_events import write_trace
@@ -24,21 +23,18 @@ _STEPS = re.compile(r"(?=.*\d)(\d*):(\d*)")
 def main(argv: Sequence[str] | None = None) -> None:
     """Plot as the arguments say. Raises InputError if a run has nothing that can be drawn."""
     parser = argparse.ArgumentParser(description="Draw the training curves of a run, or a timeline of its steps.")
-    parser.add_argument(
-        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run, which holds metrics.jsonl"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run, which holds metrics.jsonl")
+    add(
         "--output",
         type=Path,
         help="PNG file to write (default: curves.png or timeline.png in the first RUN_DIR); with --timeline "
         "also .json or .json.gz, which ui.perfetto.dev and chrome://tracing open",
     )
-    parser.add_argument(
-        "--compare", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="the same as naming them without it"
-    )
-    parser.add_argument("--timeline", action="store_true", help="draw what trainer and engines did when")
-    parser.add_argument("--step", type=int, help="the step of --timeline")
-    parser.add_argument(
+    add("--compare", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="the same as naming them without it")
+    add("--timeline", action="store_true", help="draw what trainer and engines did when")
+    add("--step", type=int, help="the step of --timeline")
+    add(
         "--steps",
         metavar="A:B",
         help=f"the steps of --timeline; without A or B from the first or to the last (default: the last {NUM_SHOWN})",
@@ -82,7 +78,6 @@ def _plot_timeline(arguments: argparse.Namespace) -> None:
 
 
 def _chosen_steps(step: int | None, steps: str | None) -> tuple[int | None, int | None]:
-    """The first and the last step that were asked for."""
     if step is None and steps is None:
         return None, None
     if steps is None:

@@ -11,8 +11,6 @@ Outputs are folders that appear complete or not at all, each with a record (`pre
 was made from: asked for the same again, the command leaves it alone; asked for another, it needs --force.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Sequence
@@ -27,13 +25,20 @@ from dapo_mega.commands._prepare_reasoning_gym import add_reasoning_gym
 from dapo_mega.commands._prepare_transform import add_transform
 from dapo_mega.config import DatasetConfig
 from dapo_mega.config.base import flat
-from dapo_mega.data.arithmetic import ALPHABET, DEFAULT_SHARES, OPERATORS, QUALITIES, ArithmeticTask
+from dapo_mega.data.arithmetic import (
+    ALPHABET,
+    DEFAULT_SHARES,
+    OPERATORS,
+    QUALITIES,
+    ArithmeticTask,
+    demonstration_table,
+    problem_table,
+)
 from dapo_mega.data.readers import read_rows
 from dapo_mega.data.templates import TEMPLATES, render_messages, templated_messages
 from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer, load_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.preparation.folders import prepare_folder
-from dapo_mega.preparation.tables import demonstration_table, problem_table
 
 _PROMPT_COLUMN = "prompt"
 
@@ -150,7 +155,6 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def _parameters(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that determine the output."""
     return {key: value for key, value in vars(options).items() if key not in ("run", "output", "force")}
 
 
@@ -186,44 +190,41 @@ def _parser() -> argparse.ArgumentParser:
     add_transform(commands.add_parser("transform", help="rewrite problems so that their answers are integers"))
     add_difficulty(commands.add_parser("difficulty", help="how often a model solves each prompt"))
     command = commands.add_parser("inspect", help="columns, rows and first prompt of a data set")
-    command.add_argument("file", help="file or folder of files")
-    command.add_argument("--split", default="train", help="which files of a folder (default: %(default)s)")
-    command.add_argument("--prompt-column", help=f"dotted name of the prompts' column (default: {_PROMPT_COLUMN})")
-    command.add_argument(
-        "--template", default="as_is", help=f"{', '.join(TEMPLATES)}, or text with {{problem}} (default: %(default)s)"
-    )
+    add = command.add_argument
+    add("file", help="file or folder of files")
+    add("--split", default="train", help="which files of a folder (default: %(default)s)")
+    add("--prompt-column", help=f"dotted name of the prompts' column (default: {_PROMPT_COLUMN})")
+    add("--template", default="as_is", help=f"{', '.join(TEMPLATES)}, or text with {{problem}} (default: %(default)s)")
     command.set_defaults(run=inspect)
     return parser
 
 
 def _add_arithmetic(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
     _add_output(command)
     task = ArithmeticTask()
-    command.add_argument("--num-train", type=int, default=4000)
-    command.add_argument("--num-eval", type=int, default=200)
-    command.add_argument("--num-demonstrations", type=int, default=4000)
-    command.add_argument("--min-digits", type=int, default=task.min_digits)
-    command.add_argument("--max-digits", type=int, default=task.max_digits)
-    command.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(task.operators))
+    add("--num-train", type=int, default=4000)
+    add("--num-eval", type=int, default=200)
+    add("--num-demonstrations", type=int, default=4000)
+    add("--min-digits", type=int, default=task.min_digits)
+    add("--max-digits", type=int, default=task.max_digits)
+    add("--operators", nargs="+", choices=OPERATORS, default=list(task.operators))
     for quality in QUALITIES:
-        command.add_argument(
-            f"--{quality}", type=float, default=DEFAULT_SHARES[quality], help=f"share of {quality} demonstrations"
-        )
+        add(f"--{quality}", type=float, default=DEFAULT_SHARES[quality], help=f"share of {quality} demonstrations")
     command.set_defaults(run=prepare_arithmetic)
 
 
 def _add_init_model(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
     _add_output(command)
-    command.add_argument(
-        "--tokenizer", default="character", help="character (of arithmetic), byte, or a folder (default: %(default)s)"
-    )
-    command.add_argument("--hidden-size", type=int, default=128)
-    command.add_argument("--layers", type=int, default=4)
-    command.add_argument("--heads", type=int, default=4)
-    command.add_argument("--kv-heads", type=int, default=2)
-    command.add_argument("--intermediate-size", type=int, default=384)
-    command.add_argument("--max-positions", type=int, default=512)
-    command.add_argument("--untied", action="store_true", help="an output layer separate from the embedding")
+    add("--tokenizer", default="character", help="character (of arithmetic), byte, or a folder (default: %(default)s)")
+    add("--hidden-size", type=int, default=128)
+    add("--layers", type=int, default=4)
+    add("--heads", type=int, default=4)
+    add("--kv-heads", type=int, default=2)
+    add("--intermediate-size", type=int, default=384)
+    add("--max-positions", type=int, default=512)
+    add("--untied", action="store_true", help="an output layer separate from the embedding")
     command.set_defaults(run=init_model)
 
 

@@ -7,8 +7,6 @@ Trains on the groups that the run recorded, from the checkpoint before the step,
 Needs no engine and no data, and writes nothing into the run's folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict
@@ -26,13 +24,12 @@ if TYPE_CHECKING:
 def main() -> None:
     """Replay as the arguments say. Raises InputError if the step cannot be replayed."""
     parser = argparse.ArgumentParser(description="Replay a recorded step and say where it differs from the log.")
-    parser.add_argument("run_dir", type=Path, help="folder of the run")
-    parser.add_argument("step", type=at_least_one, help="the step, counted from 1")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the run's config.yaml")
-    parser.add_argument(
-        "--tolerance", type=float, default=1e-5, help="relative difference that still counts as none (%(default)s)"
-    )
-    parser.add_argument("--output", type=Path, help="also write all differences to this JSON file")
+    add = parser.add_argument
+    add("run_dir", type=Path, help="folder of the run")
+    add("step", type=at_least_one, help="the step, counted from 1")
+    add("overrides", nargs="*", metavar="section.key=value", help="overrides of the run's config.yaml")
+    add("--tolerance", type=float, default=1e-5, help="relative difference that still counts as none (%(default)s)")
+    add("--output", type=Path, help="also write all differences to this JSON file")
     arguments = parser.parse_intermixed_args()
     leave_at_sigterm("the replay was stopped by SIGTERM")
     prepare_megatron()
@@ -55,7 +52,7 @@ _SECTIONS = {
 }
 
 
-def report(found: Replay, step: int, tolerance: float) -> list[str]:
+def report(found: "Replay", step: int, tolerance: float) -> list[str]:
     """The lines of the report: a table of what differs, and a verdict."""
     plan = found.plan
     since = f"the checkpoint {plan.start.name}" if plan.start else "the model that the run began with"
@@ -81,7 +78,7 @@ def _processes(number: int) -> str:
     return "1 process" if number == 1 else f"{number} processes"
 
 
-def _line(d: Difference) -> str:
+def _line(d: "Difference") -> str:
     count = f"{d.num_different} of {d.num_values} values" if d.num_values > 1 else ""
     if d.is_equal:
         return f"  {d.name:44s} equal" + (f"   {d.num_values} values" if d.num_values > 1 else f"   {d.recorded:.8g}")
@@ -89,7 +86,7 @@ def _line(d: Difference) -> str:
     return f"  {d.name:44s} {values}" + (f"  ({count}; the largest at {d.where})" if count else "")
 
 
-def _verdict(found: Replay, step: int, tolerance: float) -> str:
+def _verdict(found: "Replay", step: int, tolerance: float) -> str:
     if all(d.is_equal for d in found.all):
         return f"step {step}: nothing differs"
     worst = max(found.all, key=lambda d: d.excess)

@@ -9,8 +9,6 @@ restart of trainer or engines. Otherwise give the trainer the URLs that are prin
 unchanged. Tensor parallelism stays within a machine. Without a GPU the engines run on the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -23,37 +21,33 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The options; `extra` has the arguments after `--`."""
     ours, extra = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(
-        description="Start this machine's SGLang rollout engines.",
-        epilog="Arguments after -- go to SGLang unchanged.",
+        description="Start this machine's SGLang rollout engines.", epilog="Arguments after -- go to SGLang unchanged."
     )
-    parser.add_argument("--model", type=Path, required=True, help="folder of the Hugging Face checkpoint to start from")
-    parser.add_argument("--num-engines", type=at_least_one, default=1)
-    parser.add_argument("--tensor-parallel", type=at_least_one, default=1, help="GPUs of one engine")
-    parser.add_argument("--gpus", metavar="0,1,...", help="GPUs to use, by default all")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on, of one interface")
-    parser.add_argument("--port", type=at_least_one, default=30000, help="port of engine 0; engine i gets this + i")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp8"), help="default: bf16 on GPUs, fp32 on the CPU")
-    parser.add_argument("--memory-fraction", type=float, help="share of a GPU's memory for weights and cache")
-    parser.add_argument(
-        "--colocated", action="store_true", help="share the GPUs with the trainer, which frees the engines' memory"
-    )
-    parser.add_argument("--with-text", action="store_true", help="also serve text, for clients besides the trainer")
-    parser.add_argument(
-        "--router", type=at_least_one, metavar="PORT", help="start sglang-router in front of the engines, with text"
-    )
-    parser.add_argument("--lora-rank", type=at_least_one, default=0, help="take LoRA adapters of at most this rank")
-    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="the trainer's rollout.fleet.rendezvous")
-    parser.add_argument("--api-key-env", default="DAPO_MEGA_API_KEY", help="environment variable with the API key")
-    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="interpreter that has SGLang")
-    parser.add_argument("--restart", type=_restarts, default=None, metavar="N|always", help="restarts of a dead engine")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder of the Hugging Face checkpoint to start from")
+    add("--num-engines", type=at_least_one, default=1)
+    add("--tensor-parallel", type=at_least_one, default=1, help="GPUs of one engine")
+    add("--gpus", metavar="0,1,...", help="GPUs to use, by default all")
+    add("--host", default="127.0.0.1", help="address to listen on, of one interface")
+    add("--port", type=at_least_one, default=30000, help="port of engine 0; engine i gets this + i")
+    add("--dtype", choices=("fp32", "bf16", "fp8"), help="default: bf16 on GPUs, fp32 on the CPU")
+    add("--memory-fraction", type=float, help="share of a GPU's memory for weights and cache")
+    add("--colocated", action="store_true", help="share the GPUs with the trainer, which frees the engines' memory")
+    add("--with-text", action="store_true", help="also serve text, for clients besides the trainer")
+    add("--router", type=at_least_one, metavar="PORT", help="start sglang-router in front of the engines, with text")
+    add("--lora-rank", type=at_least_one, default=0, help="take LoRA adapters of at most this rank")
+    add("--rendezvous", metavar="HOST:PORT", help="the trainer's rollout.fleet.rendezvous")
+    add("--api-key-env", default="DAPO_MEGA_API_KEY", help="environment variable with the API key")
+    add("--python", type=Path, default=Path(sys.executable), help="interpreter that has SGLang")
+    add("--restart", type=_restarts, default=None, metavar="N|always", help="restarts of a dead engine")
+    add(
         "--restart-hung-after-s",
         type=float,
         default=1800.0,
         metavar="S",
         help="restart an engine that answers no probe for so long, which must be longer than a weight update; 0: never",
     )
-    parser.add_argument("--log-folder", type=Path, default=Path("runs/rollout_engines"))
+    add("--log-folder", type=Path, default=Path("runs/rollout_engines"))
     return parser.parse_args(ours, argparse.Namespace(extra=tuple(extra)))
 
 

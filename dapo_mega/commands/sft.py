@@ -3,8 +3,6 @@
 The same code as `launch/train_sft.py`, which torchrun takes. Resumes if the run's folder has a checkpoint.
 """
 
-from __future__ import annotations
-
 from dapo_mega.commands._arguments import load_to_train, parse_training_arguments
 
 

@@ -4,8 +4,6 @@ dapo-mega show-samples runs/dapo-7b
 dapo-mega show-samples runs/dapo-7b --steps 100:120 --output step-100.html
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

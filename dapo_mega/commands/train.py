@@ -4,8 +4,6 @@ The same code as `launch/train_dapo.py`, which torchrun takes. Also runs as a si
 folder has a checkpoint.
 """
 
-from __future__ import annotations
-
 from dapo_mega.commands._arguments import load_to_train, parse_training_arguments
 
 

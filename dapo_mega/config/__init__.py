@@ -1,17 +1,13 @@
-"""The configuration of a run: one YAML file with frozen sections, one module per section; unknown keys are errors.
+"""The configuration of a run: one YAML file with frozen sections; unknown keys are errors.
 
 What can be chosen by kind stands with its code in `algorithms/`. Nothing here imports torch or reads any other file.
 """
 
-from dapo_mega.config.algorithm import (
-    AlgorithmConfig,
-    KlConfig,
-)
+from dapo_mega.config.algorithm import AlgorithmConfig, KlConfig
 from dapo_mega.config.base import Section, divisors
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.checkpoint import CheckpointConfig
 from dapo_mega.config.compute import ComputeConfig, Fp8Config, MoeConfig
-from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import (
     ColumnsConfig,
     DataConfig,
@@ -32,8 +28,7 @@ from dapo_mega.config.preparation import PreparationConfig
 from dapo_mega.config.presets import PRESETS
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig
-from dapo_mega.config.run import RunConfig
-from dapo_mega.config.samples import SamplesConfig
+from dapo_mega.config.run import CriticConfig, RunConfig, SamplesConfig
 from dapo_mega.config.sft import SftConfig
 from dapo_mega.config.tracking import TrackingConfig
 from dapo_mega.config.training import TrainingConfig

@@ -1,10 +1,8 @@
 """The policy-gradient objective and its presets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -109,7 +107,7 @@ class AlgorithmConfig(Section):
         return settled(cls, raw, preset)
 
     @model_validator(mode="after")
-    def _check(self) -> AlgorithmConfig:
+    def _check(self) -> Self:
         if not isinstance(self.importance_cap, str | None) and self.importance_cap <= 0:
             raise ValueError(f"algorithm.importance_cap={self.importance_cap:g} must be positive, auto or null")
         for name, bounds in (("sequence_mask", self.sequence_mask), ("token_mask", self.token_mask)):
@@ -165,7 +163,7 @@ class AlgorithmConfig(Section):
         """`sequence_mask`; None for one that is off, and for an "auto" that nothing has resolved."""
         return None if isinstance(self.sequence_mask, str) else self.sequence_mask
 
-    def resolved(self, *, engine_differs: bool) -> AlgorithmConfig:
+    def resolved(self, *, engine_differs: bool) -> Self:
         """The section without "auto". `engine_differs`: the engine computes in another precision than the trainer."""
         auto = {
             "importance_cap": 2.0 if engine_differs and self.old_policy == "step_start" else None,

@@ -1,7 +1,5 @@
 """What several sections of the configuration use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args, get_origin
 

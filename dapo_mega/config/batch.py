@@ -1,6 +1,6 @@
 """Sizes of one rollout step."""
 
-from __future__ import annotations
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -28,7 +28,7 @@ class BatchConfig(Section):
     of memory, raise it for speed. The training result does not depend on it."""
 
     @model_validator(mode="after")
-    def _check(self) -> BatchConfig:
+    def _check(self) -> Self:
         if self.groups_per_step % self.mini_batch_groups:
             n = self.groups_per_step
             nearest = min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - self.mini_batch_groups))

@@ -1,6 +1,6 @@
 """What a run saves, when, and for how long."""
 
-from __future__ import annotations
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -27,7 +27,7 @@ class CheckpointConfig(Section):
     """Export the trained model to output_dir/hf in Hugging Face format."""
 
     @model_validator(mode="after")
-    def _check(self) -> CheckpointConfig:
+    def _check(self) -> Self:
         if self.keep_every and self.every and self.keep_every % self.every:
             nearest = max(round(self.keep_every / self.every), 1) * self.every
             raise ValueError(

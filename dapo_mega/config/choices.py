@@ -4,8 +4,6 @@ A kind without keys may be given by its name alone. Files of earlier versions ha
 choice; `FLAT` says what they are called in its section.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,20 +13,15 @@ from dapo_mega.declared import Section
 
 FLAT: Mapping[str, Mapping[str, str]] = {
     "policy_loss": {
-        "clip_low": "low",
-        "clip_high": "high",
-        "dual_clip": "dual_clip",
-        "soft_gate": "gate",
-        "mirror_temperature": "temperature",
-        "covariance_share": "share",
-        "covariance_bounds": "bounds",
+        "clip_low": "low", "clip_high": "high", "dual_clip": "dual_clip", "soft_gate": "gate",
+        "mirror_temperature": "temperature", "covariance_share": "share", "covariance_bounds": "bounds",
         "covariance_kl": "kl",
     },
     "advantage": {"gae_discount": "discount", "gae_decay": "decay"},
     "dynamic_sampling_on": {"score_threshold": "threshold"},
     "environment": {},
     "order": {"floor": "floor", "easiest": "easiest", "stages": "stages", "curriculum_epochs": "epochs"},
-}
+}  # fmt: skip
 """For each choice, the keys that earlier versions had beside it, and their names in its section."""
 
 Values = Mapping[str, Any]
@@ -83,7 +76,8 @@ def settled(section: type[Section], values: Any, preset: Values, *, is_record: b
         is_whole = is_record or all(flat in values for flat in FLAT[name])  # As only a program writes it.
         for flat, key in FLAT[name].items():
             usual = [kind.model_fields[key].default for kind in kinds.values() if key in kind.model_fields]
-            if flat in result and (is_whole or _plain(result[flat]) in (None, preset.get(flat), *usual)):
+            given = tuple(result[flat]) if isinstance(result.get(flat), list) else result.get(flat)
+            if flat in result and (is_whole or given in (None, preset.get(flat), *usual)):
                 del result[flat]
     return result
 
@@ -128,7 +122,3 @@ def _kind_of_preset(section: type[Section], values: Values, name: str) -> str | 
     if "preset" not in values:
         return None
     return str(PRESETS.get(str(values["preset"]), {}).get(name, section.model_fields[name].default.kind))
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

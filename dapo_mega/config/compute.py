@@ -1,8 +1,6 @@
 """How the policy computes: precision, memory against time, and what runs at the same time."""
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -30,7 +28,7 @@ class Fp8Config(Section):
         return self.scaling != "none"
 
     @model_validator(mode="after")
-    def _check(self) -> Fp8Config:
+    def _check(self) -> Self:
         if not self.enabled and (self.params or self.bf16_layers_at_ends):
             raise ValueError(
                 "compute.fp8.params and compute.fp8.bf16_layers_at_ends need compute.fp8.scaling to be delayed, "
@@ -87,7 +85,7 @@ class ComputeConfig(Section):
     """Use only algorithms that give the same bits every time. Slower; for comparing runs."""
 
     @model_validator(mode="after")
-    def _check(self) -> ComputeConfig:
+    def _check(self) -> Self:
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("compute.overlap_param_gather=true needs compute.overlap_grad_reduce=true")
         if self.recompute == "selective" and not self.recompute_modules:
@@ -101,7 +99,7 @@ class ComputeConfig(Section):
             )
         return self
 
-    def of_frozen_model(self) -> ComputeConfig:
+    def of_frozen_model(self) -> Self:
         """For a model that never learns. Delayed scaling takes its scales from updates, so such a model has none: it
         scales per tensor instead."""
         if self.fp8.scaling != "delayed":

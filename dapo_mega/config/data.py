@@ -1,12 +1,10 @@
 """The datasets: prompts for training and evaluation, demonstrations for supervised training."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -34,7 +32,7 @@ class ColumnsConfig(Section):
     """Column of the response to imitate; only supervised training reads it."""
 
     @model_validator(mode="after")
-    def _check(self) -> ColumnsConfig:
+    def _check(self) -> Self:
         if self.prompt == self.ground_truth:
             raise ValueError(f"columns.prompt and columns.ground_truth are both {self.prompt!r}; name two columns")
         repeated = [name for name, count in Counter(self.extra or ()).items() if count > 1]
@@ -141,7 +139,7 @@ class DataConfig(Section):
         return raw
 
     @model_validator(mode="after")
-    def _check(self) -> DataConfig:
+    def _check(self) -> Self:
         if self.train and self.mixture:
             raise ValueError("data.train and data.mixture are both given; put all datasets into data.mixture")
         if not self.train and not self.mixture:

@@ -1,7 +1,5 @@
 """What the policy acts in."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Held-out evaluation during a run."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from dapo_mega.config.base import Section

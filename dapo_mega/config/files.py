@@ -1,7 +1,5 @@
 """Reads configuration files with overrides, and reports each problem in one line."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import re

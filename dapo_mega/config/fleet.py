@@ -1,9 +1,7 @@
 """The rollout fleet: addresses of SGLang engines, request limits and health checks."""
 
-from __future__ import annotations
-
 import os
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -46,7 +44,7 @@ class FleetConfig(Section):
         return [str(url).strip().rstrip("/") for url in given] if isinstance(given, list | tuple) else given
 
     @model_validator(mode="after")
-    def _check(self) -> FleetConfig:
+    def _check(self) -> Self:
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("rollout.fleet.urls names an engine twice; name each once")
         if "@" in (self.rendezvous or ""):

@@ -1,7 +1,5 @@
 """Which policy to train."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The optimizer and its schedule."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,10 +1,8 @@
 """Megatron's parallel layout."""
 
-from __future__ import annotations
-
 import re
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -41,7 +39,7 @@ class ParallelConfig(Section):
         return _chunk_sizes(given) if isinstance(given, str) else given
 
     @model_validator(mode="after")
-    def _check(self) -> ParallelConfig:
+    def _check(self) -> Self:
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel.sequence=true needs parallel.tensor >= 2; set one of the two")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
@@ -67,11 +65,10 @@ class ParallelConfig(Section):
         replica = self.tensor * self.pipeline * self.context
         if world_size % replica:
             raise ValueError(
-                f"world size {world_size} is not a multiple of tensor {self.tensor} x pipeline {self.pipeline}"
-                f"{f' x context {self.context}' if self.context > 1 else ''} = "
-                f"{replica}; start {max(1, world_size // replica) * replica} or "
-                f"{(world_size // replica + 1) * replica} processes, or change parallel.tensor / parallel.pipeline"
-                f"{' / parallel.context' if self.context > 1 else ''}"
+                f"world size {world_size} is not a multiple of tensor {self.tensor} x pipeline "
+                f"{self.pipeline}{f' x context {self.context}' if self.context > 1 else ''} = {replica}; start "
+                f"{max(1, world_size // replica) * replica} or {(world_size // replica + 1) * replica} processes, or "
+                f"change parallel.tensor / parallel.pipeline{' / parallel.context' if self.context > 1 else ''}"
             )
         per_stage = world_size // self.pipeline
         experts = self.expert * self.expert_tensor

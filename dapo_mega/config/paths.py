@@ -1,7 +1,5 @@
 """Paths in a configuration: relative to the file that holds them, and on a command line to the working folder."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

@@ -1,9 +1,7 @@
 """How a training dataset is prepared: sources, duplicates, decontamination, filters."""
 
-from __future__ import annotations
-
 import re
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -83,7 +81,7 @@ class FiltersConfig(Section):
     """Leave out prompts with more characters, whatever they hold."""
 
     @model_validator(mode="after")
-    def _check(self) -> FiltersConfig:
+    def _check(self) -> Self:
         if (self.tokenizer is None) != (self.max_prompt_tokens is None):
             raise ValueError("filters.tokenizer and filters.max_prompt_tokens go together; give both or neither")
         return self
@@ -104,7 +102,7 @@ class PreparationConfig(Section):
     it cannot go on, the rest of the file, which the card names."""
 
     @model_validator(mode="after")
-    def _check(self) -> PreparationConfig:
+    def _check(self) -> Self:
         if not self.sources:
             raise ValueError("sources is empty; add one as sources.NAME.path=FILE")
         for section, names in (("sources", self.sources), ("decontamination.sets", self.decontamination.sets)):

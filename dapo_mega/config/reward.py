@@ -1,23 +1,13 @@
 """The reward of a response."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from dapo_mega.config import components as kinds
 from dapo_mega.config.base import FREE, Section
-from dapo_mega.config.components import (
-    AnswerComponent,
-    CoinComponent,
-    Component,
-    ComponentConfig,
-    FunctionComponent,
-    LengthDapoComponent,
-    LengthKimiComponent,
-)
 from dapo_mega.config.components.built_in import Extraction, check_phase_in, check_values
 from dapo_mega.declared import FunctionPathOrNone
 
@@ -29,7 +19,7 @@ class RewardConfig(Section):
     function: FunctionPathOrNone = Field(default=None, json_schema_extra=FREE)
     """A reward function of your own in place of the rule: FILE.py:NAME or package.module:NAME. It takes a list of
     records and returns a score for each."""
-    components: tuple[Component, ...] = ()
+    components: tuple[kinds.Component, ...] = ()
     """Rewards whose weighted sum takes the place of the rule: a list of {kind, weight, name, ...}; kinds and their keys
     are below."""
     correct_from: str | None = None
@@ -90,7 +80,7 @@ class RewardConfig(Section):
         return raw
 
     @model_validator(mode="after")
-    def _check(self) -> RewardConfig:
+    def _check(self) -> Self:
         check_values(self.correct, self.incorrect)
         check_phase_in(self.length_phase_in)
         if self.function and self.components:
@@ -100,7 +90,7 @@ class RewardConfig(Section):
             )
         if self.is_own:
             self._check_own()
-        if self.deciding is None and any(isinstance(part, LengthKimiComponent) for part in self.parts):
+        if self.deciding is None and any(isinstance(part, kinds.LengthKimiComponent) for part in self.parts):
             raise ValueError(
                 "the length reward (reward.length_weight, kind length_kimi) needs to know which responses are correct, "
                 "and no component decides that; add one, or leave the length reward out"
@@ -129,33 +119,26 @@ class RewardConfig(Section):
         return bool(self.function or self.components)
 
     @property
-    def parts(self) -> tuple[ComponentConfig, ...]:
+    def parts(self) -> tuple[kinds.ComponentConfig, ...]:
         """All components of the reward, those that keys of this section stand for among them."""
-        parts: list[ComponentConfig] = list(self.components)
+        parts: list[kinds.ComponentConfig] = list(self.components)
         if self.function:
-            parts = [FunctionComponent.model_construct(path=self.function)]
+            parts = [kinds.FunctionComponent.model_construct(path=self.function)]
+        elif not parts and self.source == "random":
+            parts = [kinds.CoinComponent(name="answer", correct=self.correct, incorrect=self.incorrect)]
         elif not parts:
-            parts = [self._rule()]
+            rule = kinds.AnswerComponent(extraction=self.extraction, numeric_tolerance=self.numeric_tolerance)
+            parts = [rule.model_copy(update={"correct": self.correct, "incorrect": self.incorrect})]
         if self.overlong_punishment:
-            parts.append(LengthDapoComponent(cache_tokens=self.overlong_cache_tokens))
+            parts.append(kinds.LengthDapoComponent(cache_tokens=self.overlong_cache_tokens))
         if self.length_weight:
-            parts.append(LengthKimiComponent(weight=self.length_weight, phase_in=self.length_phase_in))
+            parts.append(kinds.LengthKimiComponent(weight=self.length_weight, phase_in=self.length_phase_in))
         return tuple(parts)
-
-    def _rule(self) -> ComponentConfig:
-        if self.source == "random":
-            return CoinComponent(name="answer", correct=self.correct, incorrect=self.incorrect)
-        return AnswerComponent(
-            extraction=self.extraction,
-            numeric_tolerance=self.numeric_tolerance,
-            correct=self.correct,
-            incorrect=self.incorrect,
-        )
 
     @property
     def answer_extraction(self) -> str | None:
         """Where the rule looks for the answer; None if the reward has no rule."""
-        return next((part.extraction for part in self.parts if isinstance(part, AnswerComponent)), None)
+        return next((part.extraction for part in self.parts if isinstance(part, kinds.AnswerComponent)), None)
 
     @property
     def deciding(self) -> str | None:
@@ -179,6 +162,6 @@ class RewardConfig(Section):
             )
         return candidates[0] if candidates else None
 
-    def for_evaluation(self) -> RewardConfig:
+    def for_evaluation(self) -> Self:
         """The reward of held-out evaluations: the same, but with the verifier in place of the coin."""
         return self.model_copy(update={"source": "verifier"})

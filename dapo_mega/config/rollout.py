@@ -1,7 +1,5 @@
 """How responses are generated during training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -86,16 +84,9 @@ def check_placement(rollout: RolloutConfig, weight_sync: WeightSyncConfig) -> No
             f"rollout.placement={rollout.placement} has none; leave it out, or set rollout.placement=colocated"
         )
     if rollout.placement == "embedded":
-        given = [
-            name
-            for name, value in (
-                ("rollout.fleet.urls", fleet.urls),
-                ("rollout.fleet.rendezvous", fleet.rendezvous),
-            )
-            if value
-        ]
-        if given:
-            raise ValueError(f"{given[0]} is for rollout.placement=fleet or colocated, not embedded; set one of them")
+        if fleet.urls or fleet.rendezvous:
+            key = f"rollout.fleet.{'urls' if fleet.urls else 'rendezvous'}"
+            raise ValueError(f"{key} is for rollout.placement=fleet or colocated, not embedded; set one of them")
         if rollout.continues_responses:
             raise ValueError(
                 f"rollout.schedule={rollout.schedule} is for rollout.placement=fleet, not embedded; set one of them"

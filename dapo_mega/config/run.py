@@ -1,33 +1,78 @@
 """The sections of a whole run. Values that depend on each other are checked here, before any process group, model or
 file is used, so that `--dry-run` on a laptop accepts the same files as a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from dapo_mega.algorithms.filters import OTHER_FILTERS
 from dapo_mega.algorithms.own import OwnCode
 from dapo_mega.config.algorithm import AlgorithmConfig
-from dapo_mega.config.base import FREE, merged
+from dapo_mega.config.base import FREE, Section, merged
 from dapo_mega.config.batch import BatchConfig
 from dapo_mega.config.choices import settled
 from dapo_mega.config.components import EnvironmentComponent, LengthDapoComponent
 from dapo_mega.config.compute import check_precision
-from dapo_mega.config.controller import ControllerConfig
-from dapo_mega.config.critic import CriticConfig
 from dapo_mega.config.data import DataConfig
 from dapo_mega.config.environment import EnvironmentChoice, SingleTurnEnvironment
 from dapo_mega.config.evaluation import EvaluationConfig, check_beside_training
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
+from dapo_mega.config.paths import LocalPathOrNone
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig, check_placement
-from dapo_mega.config.samples import SamplesConfig
 from dapo_mega.config.training import TrainingConfig
 from dapo_mega.config.weight_sync import WeightSyncConfig
+
+
+class SamplesConfig(Section):
+    """What the model said: the groups of every step and all responses of evaluations, as parquet files under
+    `output_dir/samples`."""
+
+    enabled: bool = True
+    """Write them. Off: no response is written, and no step can be replayed."""
+    groups_per_step: int | None = Field(default=None, ge=1)
+    """Groups of a step that are written, drawn at random; null: all, which replaying a step needs. Evaluations are
+    always written whole."""
+    max_gib: float = Field(default=10.0, gt=0)
+    """GiB that the files of a run may take together. Beyond it the oldest steps are removed, then the oldest
+    evaluations; the newest file of each kind stays."""
+
+
+class ControllerConfig(Section):
+    """The controller asks, rewards, records, evaluates and commands the trainer: in the trainer's first process, or in
+    one of its own, which lives on with the engines' requests when trainers die and come back."""
+
+    own_process: bool = False
+    """Command the run from a process of its own. Rank 0 starts it on its machine, unless `dapo-mega control` listens
+    already, there or on any machine that sees output_dir. The results are the same."""
+    host: str = "127.0.0.1"
+    """The address at which it listens for the trainer, one of the machine that it is on. What goes over the connection
+    is not encrypted."""
+    wait_limit_s: float = Field(default=600.0, gt=0)
+    """Seconds for which it and the trainer wait for each other."""
+
+
+class CriticConfig(Section):
+    """The value model, which only `algorithm.advantage=gae` has. It is laid out, packed and computed like the policy;
+    what is not said here is as in `optimizer`. Learning rate and warm-up are those of Open-Reasoner-Zero (arXiv
+    2503.24290)."""
+
+    path: LocalPathOrNone = Field(default=None, json_schema_extra=FREE)
+    """Folder with the value model that training starts from: a token classifier of transformers with one label, or a
+    policy, which gets a value head of zeros. It must have the policy's tokens. null: model.path."""
+    learning_rate: float = Field(default=5e-6, gt=0)
+    """Learning rate after warm-up; five times the policy's suits models of 1B and more. Raise it if
+    critic/explained_variance stays low, lower it if critic/grad_norm jumps."""
+    warmup_steps: int = Field(default=50, ge=0)
+    """Rollout steps over which the critic's learning rate rises linearly from 0."""
+    pretraining_steps: int = Field(default=0, ge=0)
+    """Rollout steps at the start in which only the critic learns, so that the policy's first advantages do not come
+    from an untrained one."""
+    value_clip: float | None = Field(default=None, gt=0)
+    """The loss stops pushing a value further than this from its value at the step's start. null: no bound. Set it, to a
+    fraction of the range of rewards, if values jump within a step."""
 
 
 class RunConfig(TrainingConfig):
@@ -61,7 +106,7 @@ class RunConfig(TrainingConfig):
         return merged({"weight_sync": {"in_flight": "continue"}}, raw)
 
     @model_validator(mode="after")
-    def _check(self) -> RunConfig:
+    def _check(self) -> Self:
         check_precision(self.model, self.compute)
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         if self.batch.tokens_per_microbatch < longest:
@@ -98,7 +143,16 @@ class RunConfig(TrainingConfig):
                 "rollout.schedule=partial continues responses that older weights began, but algorithm.max_staleness=0 "
                 "drops them all; the smallest possible is 1"
             )
-        self._check_sampling()
+        if (
+            self.data.sampling.needs_outcomes
+            and self.algorithm.dynamic_sampling_on.kind != "score_threshold"
+            and self.reward.deciding is None
+        ):
+            raise ValueError(
+                "data.sampling.order=prioritised and data.sampling.retire_after need to know which responses are "
+                "correct, and no component of the reward says so; set algorithm.dynamic_sampling_on={kind: "
+                "score_threshold, threshold: NUMBER}, or leave them out"
+            )
         if self.uses_critic and self.lora:
             raise ValueError(
                 "lora with a critic (algorithm.advantage=gae) is not supported yet; choose another "
@@ -122,8 +176,7 @@ class RunConfig(TrainingConfig):
         if self.reward.overlong_punishment and self.reward.overlong_cache_tokens > longest:
             raise ValueError(
                 f"reward.overlong_cache_tokens={self.reward.overlong_cache_tokens} is larger than "
-                f"rollout.max_response_tokens={longest}; choose a smaller cache or set "
-                f"reward.overlong_punishment=false"
+                f"rollout.max_response_tokens={longest}; choose a smaller cache or set reward.overlong_punishment=false"
             )
         for part in self.reward.components:
             if isinstance(part, EnvironmentComponent) and self.environment.kind == "single_turn":
@@ -140,16 +193,6 @@ class RunConfig(TrainingConfig):
             raise ValueError(
                 f"algorithm.dynamic_sampling_on=correctness, but no component of the reward says which responses are "
                 f"correct; {OTHER_FILTERS}"
-            )
-
-    def _check_sampling(self) -> None:
-        if not self.data.sampling.needs_outcomes or self.algorithm.dynamic_sampling_on.kind == "score_threshold":
-            return
-        if self.reward.deciding is None:
-            raise ValueError(
-                "data.sampling.order=prioritised and data.sampling.retire_after need to know which responses are "
-                "correct, and no component of the reward says so; set algorithm.dynamic_sampling_on={kind: "
-                "score_threshold, threshold: NUMBER}, or leave them out"
             )
 
     def _check_algorithm(self) -> None:
@@ -214,14 +257,8 @@ class RunConfig(TrainingConfig):
     @property
     def own_code(self) -> dict[str, OwnCode]:
         """The code of the user's own in this run's choices, by its key."""
-        algorithm = self.algorithm
-        choices = (
-            algorithm.policy_loss,
-            algorithm.advantage,
-            algorithm.dynamic_sampling_on,
-            self.data.sampling.order,
-            self.environment,
-        )
+        algorithm, order = self.algorithm, self.data.sampling.order
+        choices = (algorithm.policy_loss, algorithm.advantage, algorithm.dynamic_sampling_on, order, self.environment)
         return {choice.key: choice for choice in choices if isinstance(choice, OwnCode)}
 
     @property

@@ -1,6 +1,6 @@
 """A whole run of supervised fine-tuning."""
 
-from __future__ import annotations
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -22,7 +22,7 @@ class SftConfig(TrainingConfig):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
 
     @model_validator(mode="after")
-    def _check(self) -> SftConfig:
+    def _check(self) -> Self:
         check_precision(self.model, self.compute)
         if self.tokens_per_microbatch < self.data.max_tokens:
             raise ValueError(

@@ -1,9 +1,7 @@
 """Where a run can be watched, and what is shown of it besides curves."""
 
-from __future__ import annotations
-
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -48,7 +46,7 @@ class TrackingConfig(Section):
         return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _check(self) -> TrackingConfig:
+    def _check(self) -> Self:
         if len(set(self.backends)) < len(self.backends):
             raise ValueError(f"tracking.backends={list(self.backends)} names a tracker twice; name each once")
         uri = self.mlflow_uri or ""

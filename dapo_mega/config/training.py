@@ -1,6 +1,6 @@
 """The keys that every training run has, whatever its loss."""
 
-from __future__ import annotations
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -40,7 +40,7 @@ class TrainingConfig(Section):
     tracking: TrackingConfig = Field(default=TrackingConfig(), json_schema_extra=FREE)
 
     @model_validator(mode="after")
-    def _check_lora(self) -> TrainingConfig:
+    def _check_lora(self) -> Self:
         if self.lora and self.compute.fp8.enabled:
             raise ValueError(
                 f"lora with compute.fp8.scaling={self.compute.fp8.scaling} is not supported yet; set "

@@ -1,7 +1,5 @@
 """How weights reach the engines."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

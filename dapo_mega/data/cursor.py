@@ -1,7 +1,5 @@
 """Walks over prompts: every prompt once per epoch, by default in an order that depends only on (seed, epoch)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -65,29 +63,20 @@ class PromptCursor:
 
     def state(self) -> dict[str, int]:
         """The state that decides all further results of `next`, as plain integers."""
-        return {
-            "seed": self._seed,
-            "num_prompts": self._num_prompts,
-            "epoch": self.epoch,
-            "position": self._position,
-        }
+        return {"seed": self._seed, "num_prompts": self._num_prompts, "epoch": self.epoch, "position": self._position}
 
     def load_state(self, state: Mapping[str, int]) -> None:
         """Continue where `state` was taken; `InputError` when it belongs to another dataset size or seed."""
-        checked = _checked(state)
+        if set(state) != set(_KEYS) or not all(type(state[key]) is int and state[key] >= 0 for key in _KEYS):
+            needed = f"the integers {', '.join(_KEYS)} of 0 or more"
+            raise InputError(f"a prompt cursor's state has {needed}, got {dict(state)}")
+        if (position := state["position"]) >= state["num_prompts"]:
+            raise InputError(f"position {position} is outside the {state['num_prompts']} prompts of the state")
         for key, own in (("num_prompts", self._num_prompts), ("seed", self._seed)):
-            if checked[key] != own:
+            if state[key] != own:
                 raise InputError(
-                    f"the saved prompt cursor has {key}={checked[key]}, this run has {own}; resume with the data and "
+                    f"the saved prompt cursor has {key}={state[key]}, this run has {own}; resume with the data and "
                     f"seed of the saved run, or start a new run from its weights"
                 )
         self._order = None  # It may depend on more than the epoch.
-        self.epoch, self._position = checked["epoch"], checked["position"]
-
-
-def _checked(state: Mapping[str, int]) -> Mapping[str, int]:
-    if set(state) != set(_KEYS) or not all(type(state[key]) is int and state[key] >= 0 for key in _KEYS):
-        raise InputError(f"a prompt cursor's state has the integers {', '.join(_KEYS)} of 0 or more, got {dict(state)}")
-    if state["position"] >= state["num_prompts"]:
-        raise InputError(f"position {state['position']} is outside the {state['num_prompts']} prompts of the state")
-    return state
+        self.epoch, self._position = state["epoch"], position

@@ -5,8 +5,6 @@ of distribution, as 11, 12 and 13. Every text that the policy is given or imitat
 "Texts".
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -148,11 +146,8 @@ class PointsTask:
                 f"{len(deals)} beside those held out, so ask for fewer, or for more cards"
             )
         chosen = [deals[i] for i in rng.permutation(len(deals))[:num]]
-        return [PointsProblem(deal, face_cards, self._solution(deal, face_cards, rng)) for deal in chosen]
-
-    def _solution(self, deal: Deal, face_cards: FaceCards, rng: np.random.Generator) -> str:
-        found = solutions(values_of(deal, face_cards), self.target)
-        return found[int(rng.integers(len(found)))]
+        solved = [(deal, solutions(values_of(deal, face_cards), self.target)) for deal in chosen]
+        return [PointsProblem(deal, face_cards, found[int(rng.integers(len(found)))]) for deal, found in solved]
 
 
 # Texts ---------------------------------------------------------------------------------------------------------------

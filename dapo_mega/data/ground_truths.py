@@ -1,7 +1,5 @@
 """Reads the ground truth of a row: the column's value as text, and the answer in this text."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Reads the items of a large JSON list one at a time."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -52,8 +50,6 @@ def list_items(
 
 
 class _Buffer:
-    """The part of a file that is being parsed."""
-
     def __init__(self, file: TextIO, name: str, piece_characters: int) -> None:
         self._piece_characters = piece_characters
         self._file = file

@@ -1,7 +1,5 @@
 """Numbers of datasets as they were written, whatever type their column has."""
 
-from __future__ import annotations
-
 import decimal
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +45,7 @@ def number_text(value: float | decimal.Decimal) -> str:
     return format(decimal.Decimal(repr(value + 0.0)), "f").removesuffix(".0")
 
 
-def arrow_records(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+def arrow_records(batch: "pa.RecordBatch") -> Iterator[dict[str, Any]]:
     """The rows of a batch. Floats are the shortest number that their column stores so (0.1 in float32 is 0.1, not
     0.10000000149), `RoundedFloat` where that may not be what was written."""
     names = batch.schema.names
@@ -63,7 +61,7 @@ _Exact = Callable[[Any], Any]
 
 
 @cache
-def _exact(kind: pa.DataType) -> _Exact | None:
+def _exact(kind: "pa.DataType") -> _Exact | None:
     """What brings a Python value of this Arrow type to its exact form; None where it has it."""
     import pyarrow as pa
 

@@ -1,7 +1,5 @@
 """Keeps count of how the groups of each prompt came out, and of the prompts that are solved."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

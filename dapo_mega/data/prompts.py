@@ -135,7 +135,16 @@ def load_prompts(
     questions, num_rows, num_conflicting = _read_questions(config, tokenizer, render)
     if not num_rows:
         raise InputError(f"dataset {config.path} has no rows; give one with prompts")
-    prompts = _tokenized(questions, config, tokenizer, max_prompt_tokens, None if long_prompts == "drop" else too_long)
+    prompts: list[Prompt] = []
+    rows, texts = [row for row, _ in questions], [prompt.text for _, prompt in questions]
+    encoded = _encode(rows, texts, tokenizer, not config.chat_template)
+    for (row, prompt), token_ids in zip(questions, encoded, strict=True):
+        _check_known(row, tokenizer, token_ids)
+        if len(token_ids) <= max_prompt_tokens:
+            prompts.append(replace(prompt, index=len(prompts), token_ids=_ids(token_ids)))
+        elif long_prompts == "refuse":
+            reason = too_long.format(limit=max_prompt_tokens)
+            raise InputError(f"{row.where}: the prompt is {len(token_ids)} tokens, {reason}")
     if not prompts:
         raise InputError(
             f"all {len(questions)} prompts of {config.path} are longer than {max_prompt_tokens} tokens; "
@@ -273,28 +282,6 @@ def _read_questions(
         )
         questions[key] = Row(row.source, row.number, {}, row.unit), prompt
     return list(questions.values()), num_rows, num_conflicting
-
-
-def _tokenized(
-    questions: Sequence[tuple[Row, Prompt]],
-    config: DatasetConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_tokens: int,
-    too_long: str | None,
-) -> list[Prompt]:
-    """Without `too_long` a prompt that is too long is left out."""
-    prompts: list[Prompt] = []
-    rows, texts = [row for row, _ in questions], [prompt.text for _, prompt in questions]
-    encoded = _encode(rows, texts, tokenizer, not config.chat_template)
-    for (row, prompt), token_ids in zip(questions, encoded, strict=True):
-        _check_known(row, tokenizer, token_ids)
-        if len(token_ids) > max_prompt_tokens:
-            if too_long is None:
-                continue
-            reason = too_long.format(limit=max_prompt_tokens)
-            raise InputError(f"{row.where}: the prompt is {len(token_ids)} tokens, {reason}")
-        prompts.append(replace(prompt, index=len(prompts), token_ids=_ids(token_ids)))
-    return prompts
 
 
 def _prompt(

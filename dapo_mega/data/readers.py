@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_mega.config import SourceConfig
+from dapo_mega.config.base import flat
 from dapo_mega.config.paths import DATASET_SUFFIXES, is_hub_name
 from dapo_mega.data.json_lists import RepeatedFieldError, list_items
 from dapo_mega.data.numbers import NumberText, arrow_records, plain
@@ -64,7 +65,7 @@ class Row:
             if value is None:
                 break
             if not isinstance(value, Mapping) or part not in value:
-                raise InputError(_absent(column, option, self.where, _dotted_names(self.values)))
+                raise InputError(_absent(column, option, self.where, list(flat(self.values))))
             value = value[part]
         return value
 
@@ -469,13 +470,3 @@ def _absent(column: str, option: str, where: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(column, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"set {option} to one of them"
     return f"{where} has no column {column!r}; it has {', '.join(names)}; {hint}"
-
-
-def _dotted_names(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    names: list[str] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            names.extend(_dotted_names(value, f"{prefix}{key}."))
-        else:
-            names.append(f"{prefix}{key}")
-    return names

@@ -7,8 +7,6 @@ already holds the `dapo` text (its bare problem is in `extra_info.raw_problem`).
 and say that no instruction is wanted.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import difflib
@@ -168,7 +166,7 @@ def templated_messages(prompt: Any, template: str) -> tuple[str, list[dict[str, 
 
 def render_messages(
     messages: Sequence[Mapping[str, Any]],
-    chat_tokenizer: PreTrainedTokenizerBase | None = None,
+    chat_tokenizer: "PreTrainedTokenizerBase | None" = None,
     tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
 ) -> str:
@@ -193,7 +191,7 @@ def render_messages(
 
 def chat_text(
     messages: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     tools: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
 ) -> str:

@@ -1,7 +1,5 @@
 """The benchmarks that evaluations know by name: where their problems are, how they are asked and graded."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence
@@ -56,42 +54,35 @@ BENCHMARKS = {
     for benchmark in (
         Benchmark(
             *("aime24", "AIME-2024", 30, "HuggingFaceH4/aime_2024", "train", ("aime24", "aime2024")),
-            (Columns("problem", "answer"), _MESSAGES, _DAPO),
-            samples=32,
+            (Columns("problem", "answer"), _MESSAGES, _DAPO), samples=32,
         ),
         Benchmark(
             *("aime25", "AIME-2025", 30, "math-ai/aime25", "test", ("aime25", "aime2025")),
-            (Columns("problem", "answer"), _MESSAGES, _DAPO),
-            samples=32,
+            (Columns("problem", "answer"), _MESSAGES, _DAPO), samples=32,
         ),
         Benchmark(
             *("amc23", "AMC23", 40, "math-ai/amc23", "test", ("amc23", "amc2023")),
-            (Columns("problem", "answer"), Columns("question", "answer"), _MESSAGES),
-            samples=32,
+            (Columns("problem", "answer"), Columns("question", "answer"), _MESSAGES), samples=32,
         ),
         Benchmark(
             *("math500", "MATH-500", 500, "HuggingFaceH4/MATH-500", "test", ("math500", "math500test")),
-            (Columns("problem", "answer"), _MESSAGES),
-            samples=4,
+            (Columns("problem", "answer"), _MESSAGES), samples=4,
         ),
         Benchmark(
             *("minerva", "Minerva", 272, "math-ai/minervamath", "test", ("minervamath", "minerva", "minervamathtest")),
             (Columns("question", "answer"), Columns("problem", "answer"), Columns("problem", "solution", "boxed")),
-            samples=4,
-            numeric_tolerance=0.01,
+            samples=4, numeric_tolerance=0.01,
         ),
         Benchmark(
             *("olympiadbench", "OlympiadBench", 674, "math-ai/olympiadbench", "test", ("olympiadbench", "olympiad")),
-            (Columns("question", "final_answer"), Columns("problem", "answer"), _MESSAGES),
-            samples=4,
+            (Columns("question", "final_answer"), Columns("problem", "answer"), _MESSAGES), samples=4,
         ),
         Benchmark(
             *("gsm8k", "GSM8K", 1319, "openai/gsm8k:main", "test", ("gsm8ktest", "gsm8k")),
-            (Columns("question", "answer", "gsm8k"),),
-            samples=1,
+            (Columns("question", "answer", "gsm8k"),), samples=1,
         ),
     )
-}
+}  # fmt: skip
 """By name, in the order in which results are shown."""
 
 

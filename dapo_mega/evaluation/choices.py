@@ -1,7 +1,5 @@
 """What a user chooses for an evaluation, what follows from benchmark and model, and the record of all of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 The first model is the base: the others are compared with it, problem by problem.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,13 +15,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.evaluation.matching import aligned, common_benchmarks, different_settings, paired
 from dapo_mega.evaluation.measures import ProblemResponses, measure, powers_of_two
 from dapo_mega.evaluation.saved import Problem, SavedEvaluation
-from dapo_mega.evaluation.statistics import (
-    Estimate,
-    Floats,
-    estimate_means,
-    paired_p_value,
-    pass_at_each_k,
-)
+from dapo_mega.evaluation.statistics import Estimate, Floats, estimate_means, paired_p_value, pass_at_each_k
 
 _EDGES: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 """Upper edges of the bins of difficulty: problems that the base never solves, up to 10 % of responses, ..."""
@@ -263,7 +255,6 @@ def _crossings(
 
 
 def _difficulty(labels: Sequence[str], values: Sequence[dict[str, Floats]], max_k: int) -> tuple[DifficultyBin, ...]:
-    """The bins that hold any problem."""
     rate = values[0][f"avg@{max_k}"]
     bins = []
     for above, up_to in zip((-1.0, *_EDGES), _EDGES, strict=False):

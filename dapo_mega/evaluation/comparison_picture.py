@@ -1,7 +1,5 @@
 """Draws comparisons: pass@k against k with crossings marked, and the share solved by difficulty, as one PNG."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +26,7 @@ def draw_comparisons(comparisons: Sequence[BenchmarkComparison], output: Path) -
     save_png(figure, output)
 
 
-def _draw_curves(axes: Axes, comparison: BenchmarkComparison) -> None:
+def _draw_curves(axes: "Axes", comparison: BenchmarkComparison) -> None:
     """Both axes are logarithmic; a pass@k of 0 has no place on them and is left out, unless all of them are 0."""
     ks = comparison.ks
     for number, (label, measures) in enumerate(comparison.measures.items()):
@@ -58,7 +56,7 @@ def _draw_curves(axes: Axes, comparison: BenchmarkComparison) -> None:
         text.set_parse_math(False)
 
 
-def _label_ticks(axes: Axes, comparison: BenchmarkComparison) -> None:
+def _label_ticks(axes: "Axes", comparison: BenchmarkComparison) -> None:
     """Numbers as people write them, at the k that were measured and at round shares."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
@@ -71,7 +69,7 @@ def _label_ticks(axes: Axes, comparison: BenchmarkComparison) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_difficulty(axes: Axes, comparison: BenchmarkComparison) -> None:
+def _draw_difficulty(axes: "Axes", comparison: BenchmarkComparison) -> None:
     labels, largest = list(comparison.measures), comparison.ks[-1]
     width = 0.8 / len(labels)
     for number, label in enumerate(labels):

@@ -1,7 +1,5 @@
 """A comparison in words and tables, and as JSON values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -35,7 +33,6 @@ def as_values(comparison: BenchmarkComparison) -> dict[str, Any]:
 
 
 def _crossing(comparison: BenchmarkComparison, label: str, crossing: Crossing) -> str:
-    """Where the curves cross, and whether that is more than noise."""
     first, second = (comparison.base, label) if crossing.behind_before == "model" else (label, comparison.base)
     differences = comparison.against_base[label].differences
     told = f"{label} and {comparison.base} cross at k = {crossing.k}: below {first} is ahead, from there on {second}."

@@ -1,7 +1,5 @@
 """Samples k responses per held-out prompt and scores them, in a run and for a model on its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

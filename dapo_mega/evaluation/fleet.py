@@ -1,7 +1,5 @@
 """Asks SGLang engines, each of which must serve the model that is asked for."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -92,7 +90,6 @@ class FleetSampler(FleetClient, Sampler):
         self._close_engines()
 
     def _admit(self) -> None:
-        """Use the engines that have joined, if they serve the model."""
         targets = self.pause_generation(self.targets(only_outdated=True))
         named = self.start_call(targets, self._name_weights, _SCORING_TIMEOUT_S).result()
         self.resume_generation(targets)

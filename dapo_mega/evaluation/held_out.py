@@ -1,7 +1,5 @@
 """Evaluates a checkpoint on the held-out prompts of a run's file, as the run would."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whether saved evaluations may be compared: the same problems, asked, judged and sampled in the same way."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from os.path import commonprefix

@@ -1,10 +1,8 @@
 """What is measured of an evaluation: a value per problem of avg@k, pass@k, maj@k, length, truncation and no answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -31,7 +29,7 @@ class ProblemResponses:
         return sum(self.correct)
 
     @classmethod
-    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> ProblemResponses | None:
+    def of_rows(cls, rows: Iterable[Mapping[str, Any]]) -> Self | None:
         """The responses in rows of a file of samples; None if none of them was judged. Responses that were not judged
         are left out, as in the metrics of a run."""
         judged = [row for row in rows if row["correct"] is not None]
@@ -44,11 +42,9 @@ class ProblemResponses:
             [row["finish_reason"] == "length" for row in judged],
         )
 
-    def first(self, count: int) -> ProblemResponses:
+    def first(self, count: int) -> Self:
         """The first `count` of them."""
-        return ProblemResponses(
-            self.correct[:count], self.answers[:count], self.lengths[:count], self.truncated[:count]
-        )
+        return type(self)(self.correct[:count], self.answers[:count], self.lengths[:count], self.truncated[:count])
 
 
 def powers_of_two(max_k: int) -> list[int]:

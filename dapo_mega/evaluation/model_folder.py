@@ -1,7 +1,5 @@
 """Finds the model that is to be evaluated: a Hugging Face folder, a checkpoint of Megatron-Core, or a run's folder."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ While an evaluation is under way its responses are in `samples/parts`, a file fo
 another; a file gets its name when all of it is on disk. Finished, they are joined to one file of the samples format.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +18,7 @@ from dapo_mega.samples.files import file_of, samples_folder, write_table, write_
 from dapo_mega.samples.pieces import TokenPieces
 from dapo_mega.samples.rows import FORMAT, Row, SampleFile
 from dapo_mega.samples.table import METADATA_KEY, account_of, errors_of_reading, schema, to_table
-from dapo_mega.types import GenerationRequest, Trajectory
+from dapo_mega.types import GenerationRequest
 
 _ID = "request_id"
 
@@ -58,7 +56,9 @@ class ResponseStore:
 
     def write(self, part: int, results: Sequence[EvaluatedResponse], engines: Iterable[str]) -> None:
         """Add responses to a part. `engines` names what sampled them, with its version."""
-        rows = [Row(self._group(trajectory), prompt, trajectory) for prompt, trajectory in results]
+        # The group is the smallest id of the problem's trajectories.
+        first, size = self._first_id, self._group_size
+        rows = [Row(answer.id - (answer.id - first) % size, prompt, answer) for prompt, answer in results]
         table = to_table(SampleFile(0, "evaluation", rows), self._pieces)
         names = set(engines)
         if self._path(part).exists():
@@ -85,10 +85,6 @@ class ResponseStore:
                 # Removed under another name: a kill in between must not leave some parts, whose lack would be noticed.
                 self._parts.rename(self._joined)
         shutil.rmtree(self._joined, ignore_errors=True)
-
-    def _group(self, trajectory: Trajectory) -> int:
-        """The smallest id of the problem's trajectories."""
-        return trajectory.id - (trajectory.id - self._first_id) % self._group_size
 
     def _path(self, part: int) -> Path:
         return self._parts / f"part_{part:06d}.parquet"

@@ -1,7 +1,5 @@
 """What an evaluation came to: measures with intervals from the saved responses, as `results.json` and as a table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +55,6 @@ def refuse_other_model(folder: Path, model_sha256: str) -> None:
 
 
 def _earlier(folder: Path) -> dict[str, Any]:
-    """The results by benchmark that the folder holds."""
     file = folder / RESULTS_FILE
     if not file.exists():
         return {}

@@ -1,7 +1,5 @@
 """Evaluates a model on benchmarks: asks what is not on disk yet, scores it, and writes the results."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Asks a model that is not trained: the interface, and the embedded engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Saved evaluations: the responses of one model to the problems of one or several benchmarks, from files of samples."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What decides an evaluation's scores beside the model and the problems; saved with its responses."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 from dapo_mega.config import RunConfig

@@ -5,8 +5,6 @@ problems' values, so intervals and tests take problems, never single responses, 
 bars to evals", arXiv 2411.00640).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist

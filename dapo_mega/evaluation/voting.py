@@ -1,7 +1,5 @@
 """maj@k: votes of equal answers, whatever their spelling."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

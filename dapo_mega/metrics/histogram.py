@@ -1,7 +1,5 @@
 """Histograms with bins of equal width, which add up over processes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

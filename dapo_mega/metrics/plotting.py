@@ -48,7 +48,6 @@ def save_png(figure: "Figure", output: Path) -> None:
 
 
 def _load_runs(run_dirs: Sequence[Path]) -> dict[str, Records]:
-    """The records of each run by its label."""
     if not run_dirs:
         raise ValueError("no run to plot")
     if len({run_dir.resolve() for run_dir in run_dirs}) < len(run_dirs):
@@ -117,11 +116,14 @@ def _draw_panel(axes: "Axes", panel: figures.Figure, runs: Sequence[Records]) ->
             color_index = curve_index if len(runs) == 1 else run_index
             _draw_curve(axes, curve, records, f"C{color_index % 10}", _LINE_STYLES[curve_index])
     if len(panel.curves) > 1 or _NOT_FINITE_LABEL in axes.get_legend_handles_labels()[1]:
-        _add_curve_legend(axes)
+        # One entry per curve, also where several runs have it: the runs are in the figure's legend.
+        handles, labels = axes.get_legend_handles_labels()
+        by_label = dict(zip(reversed(labels), reversed(handles), strict=True))
+        unique = list(dict.fromkeys(labels))
+        axes.legend([by_label[label] for label in unique], unique, fontsize="small")
 
 
 def _draw_curve(axes: "Axes", curve: figures.Curve, records: Records, color: str, line_style: str) -> None:
-    """Draw one curve of one run, if the run has such a metric."""
     points = [(record["step"], record[curve.metric]) for record in records if curve.metric in record]
     if not points:
         return
@@ -142,9 +144,28 @@ def _draw_curve(axes: "Axes", curve: figures.Curve, records: Records, color: str
         )
 
 
-def _add_curve_legend(axes: "Axes") -> None:
-    # One entry per curve, also where several runs have it: the runs are in the figure's legend.
-    handles, labels = axes.get_legend_handles_labels()
-    by_label = dict(zip(reversed(labels), reversed(handles), strict=True))
-    unique = list(dict.fromkeys(labels))
-    axes.legend([by_label[label] for label in unique], unique, fontsize="small")
+_ROWS = (
+    ("held-out reward", "evaluation/reward_mean", ".3f"),
+    ("held-out accuracy (avg@k)", "evaluation/avg_at_k", ".3f"),
+    ("held-out pass@k", "evaluation/pass_at_k", ".3f"),
+    ("held-out response length", "evaluation/response_length_mean", ".1f"),
+    ("reward", "rollout/reward_mean", ".3f"),
+    ("loss", "policy/loss", ".4f"),
+    ("generation entropy (nats per token)", "policy/entropy", ".4f"),
+    ("mean probability of generated tokens", "rollout/mean_token_probability", ".4f"),
+)
+
+
+def before_and_after(run_dir: Path) -> list[str]:
+    """`quantity  first -> last` for every quantity that the run recorded, with the steps they are from."""
+    records = read_metrics(run_dir / "metrics.jsonl")
+    lines = []
+    is_rl = any("rollout/reward_mean" in record for record in records)  # Where the loss's value says nothing.
+    for label, name, spec in _ROWS:
+        if is_rl and name == "policy/loss":
+            continue
+        found = [(int(record["step"]), record[name]) for record in records if name in record]
+        if found:
+            (first_step, first), (last_step, last) = found[0], found[-1]
+            lines.append(f"{label:38s} {first:{spec}} -> {last:{spec}}   (steps {first_step} -> {last_step})")
+    return lines

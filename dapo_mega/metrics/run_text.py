@@ -1,7 +1,5 @@
 """What a run writes besides numbers: its configuration, its versions, and samples of evaluations."""
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import re

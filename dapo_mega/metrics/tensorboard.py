@@ -1,8 +1,6 @@
 """A run in TensorBoard: curves, histograms, texts, the figures of `figures.py` as a layout of custom scalars,
 hyper-parameters, and what the catalogue says of the metrics."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re
@@ -31,16 +29,9 @@ logger = logging.getLogger(__name__)
 
 # Written once more under a name that sorts first, as TensorBoard opens on the first names.
 _WATCHED: Final = (
-    "rollout/reward_mean",
-    "rollout/accuracy_mean",
-    "rollout/response_length_mean",
-    "rollout/logprob_abs_diff_mean",
-    "policy/entropy",
-    "policy/loss",
-    "groups/kept_share",
-    "evaluation/avg_at_k",
-    "evaluation/reward_mean",
-)
+    "rollout/reward_mean", "rollout/accuracy_mean", "rollout/response_length_mean", "rollout/logprob_abs_diff_mean",
+    "policy/entropy", "policy/loss", "groups/kept_share", "evaluation/avg_at_k", "evaluation/reward_mean",
+)  # fmt: skip
 
 
 class TensorBoardLog:
@@ -86,11 +77,7 @@ class TensorBoardLog:
         self._writer.flush()
 
     def write(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        histograms: Mapping[str, Histogram],
-        texts: Mapping[str, str],
+        self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram], texts: Mapping[str, str]
     ) -> None:
         """Write one step; texts are Markdown. It is on disk afterwards."""
         for name, value in metrics.items():
@@ -98,7 +85,20 @@ class TensorBoardLog:
             if name in _WATCHED:
                 self._writer.add_scalar(f"_watch/{name}", float(value), step)
         for name, histogram in histograms.items():
-            self._add_histogram(name, histogram, step)
+            edges = histogram.edges()
+            middles = [(left + right) / 2 for left, right in itertools.pairwise(edges)]
+            weighted = list(zip(middles, histogram.counts, strict=True))
+            self._writer.add_histogram_raw(
+                name,
+                min=histogram.low,
+                max=histogram.high,
+                num=histogram.total,
+                sum=sum(middle * count for middle, count in weighted),
+                sum_squares=sum(middle**2 * count for middle, count in weighted),
+                bucket_limits=edges[1:],
+                bucket_counts=list(histogram.counts),
+                global_step=step,
+            )
         for name, text in texts.items():
             self._writer.add_text(name, text, step)
         self._writer.flush()
@@ -106,22 +106,6 @@ class TensorBoardLog:
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         self._writer.close()
-
-    def _add_histogram(self, name: str, histogram: Histogram, step: int) -> None:
-        edges = histogram.edges()
-        middles = [(left + right) / 2 for left, right in itertools.pairwise(edges)]
-        weighted = list(zip(middles, histogram.counts, strict=True))
-        self._writer.add_histogram_raw(
-            name,
-            min=histogram.low,
-            max=histogram.high,
-            num=histogram.total,
-            sum=sum(middle * count for middle, count in weighted),
-            sum_squares=sum(middle**2 * count for middle, count in weighted),
-            bucket_limits=edges[1:],
-            bucket_counts=list(histogram.counts),
-            global_step=step,
-        )
 
 
 def _hyper_parameters(run: RunDescription) -> Iterator[Summary]:

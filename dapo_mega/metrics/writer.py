@@ -1,7 +1,5 @@
 """Writes each step to `metrics.jsonl`, to TensorBoard, and to the trackers that the run has."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -47,10 +45,7 @@ class MetricsWriter:
         num_dropped = drop_from_step(self._path, start_step)
         if num_dropped:
             logger.info(
-                "removed %d records of an earlier run from step %d on from %s",
-                num_dropped,
-                start_step,
-                self._path,
+                "removed %d records of an earlier run from step %d on from %s", num_dropped, start_step, self._path
             )
         self._tensorboard = TensorBoardLog(log_dir / "tensorboard", start_step)
         if run is not None:

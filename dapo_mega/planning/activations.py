@@ -10,8 +10,6 @@ element; n and g, the query and key heads of a process; d, their size; p, all he
 from; f, the inner size of the MLP on a process.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -84,12 +82,7 @@ class ActivationModel:
     """Bytes kept by the parts of the model on one process, for one shape of micro-batch."""
 
     def __init__(
-        self,
-        placement: RankLayout,
-        model: ModelConfig,
-        compute: ComputeConfig,
-        shape: MicroBatchShape,
-        kind: LayerKind,
+        self, placement: RankLayout, model: ModelConfig, compute: ComputeConfig, shape: MicroBatchShape, kind: LayerKind
     ) -> None:
         if placement.arch.latent_attention:
             raise InputError(
@@ -230,7 +223,7 @@ class ActivationModel:
             total += heads * size * self.operand
         return self.tokens * total
 
-    def _delta_rule(self, delta: GatedDelta) -> float:
+    def _delta_rule(self, delta: "GatedDelta") -> float:
         """The rule of all value heads, whose tokens context parallelism exchanges for heads: with Triton kernels its
         inputs and a matrix of each chunk; otherwise what autograd keeps of Megatron's torch function, in float32 and by
         measurement, most of it of the inverse of each chunk's matrix."""
@@ -242,7 +235,7 @@ class ActivationModel:
         row_floats = 6.2 * keys + 3 * values + 1760 + 2.1 * keys * values / _DELTA_CHUNK
         return chunks * _DELTA_CHUNK * heads * row_floats * _FLOAT
 
-    def _around_delta(self, delta: GatedDelta) -> float:
+    def _around_delta(self, delta: "GatedDelta") -> float:
         """The convolution's input and output, keys and queries before their norm, decays, the norm behind the rule,
         its gate in float32, the output projection's input."""
         heads = self._delta_heads(delta)
@@ -252,7 +245,7 @@ class ActivationModel:
         gate = values * (3 * self.element + 2 * _FLOAT)
         return self.tokens * (convolution + gate + heads * (4 * _FLOAT + self.element))
 
-    def _delta_heads(self, delta: GatedDelta) -> int:
+    def _delta_heads(self, delta: "GatedDelta") -> int:
         return delta.num_value_heads // self.placement.parallel.tensor
 
     def _attention_inputs(self) -> float:

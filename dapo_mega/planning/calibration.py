@@ -1,7 +1,5 @@
 """Calibrates a plan by a real run: what its steps took by its metrics, over what a plan of that run says."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

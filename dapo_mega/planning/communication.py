@@ -1,8 +1,6 @@
 """Computes the bytes that each GPU sends per rollout step, with ring collectives: (n - 1) / n of the data over n
 ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -71,24 +69,16 @@ def _largest_buffers(workload: Workload, placement: RankLayout) -> tuple[Paramet
     return dense, spread
 
 
-def _passes(workload: Workload) -> tuple[float, float, float]:
-    """Passes over the step's tokens: forward (scoring, a reference, updates), backward, repeated forward of layers. A
-    critic scores and learns like the policy."""
-    config = workload.config
-    models = 1 + config.uses_critic
-    epochs = float(config.batch.epochs)
-    repeated = epochs if config.compute.recompute == "full" else 0.0
-    forward = models * (1 + epochs) + config.algorithm.uses_reference
-    return forward, models * epochs, models * repeated
-
-
 def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     """Within a replica. t and s are a process's tokens of a whole step, without and with sequence parallelism."""
     placement, config = workload.placement, workload.config
     arch, parallel = placement.arch, placement.parallel
     element = DTYPE_BYTES[config.model.dtype]
-    forward, backward, repeated = _passes(workload)
-    passes = forward + backward + repeated
+    # Over the step's tokens: forward (scoring, a reference, updates), backward, repeated forward of layers. A critic
+    # scores and learns like the policy.
+    models, epochs = 1 + config.uses_critic, float(config.batch.epochs)
+    forward, backward = models * (1 + epochs) + config.algorithm.uses_reference, models * epochs
+    passes = forward + backward * (2 if config.compute.recompute == "full" else 1)
     tokens = workload.responses_per_step * workload.mean_length / placement.data_size / parallel.context
     shared = tokens / placement.sequence_size
     layers = max(map(len, placement.stage_layers))
@@ -132,9 +122,8 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
 def _weight_sync(workload: Workload, num_parameters: int, num_engines: int) -> Traffic:
     """Embedded: each replica's leader receives all weights of its replica. `distributed`: every process receives its
     share of its stage's weights, or of its adapters, and sends it to all engines of its replica, and each engine
-    receives all.
-    Otherwise the leader of each pipeline stage of one replica receives the stage's weights and sends them on: to a disk
-    once, to engines on its own machine through memory."""
+    receives all. Otherwise the leader of each pipeline stage of one replica receives the stage's weights and sends them
+    on: to a disk once, to engines on its own machine through memory."""
     placement, config = workload.placement, workload.config
     parallel = placement.parallel
     replica = parallel.tensor * parallel.pipeline

@@ -1,7 +1,5 @@
 """Divides a number of GPUs between trainer and engines: in turns on all of them, or each on GPUs of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -19,12 +17,9 @@ RENDEZVOUS = "trainer-0:21600"
 """The address that proposals name where the configuration has none."""
 
 _ENGINE_KEYS = (
-    "rollout.placement",
-    "rollout.fleet.urls",
-    "rollout.fleet.rendezvous",
-    "rollout.fleet.min_engines",
+    "rollout.placement", "rollout.fleet.urls", "rollout.fleet.rendezvous", "rollout.fleet.min_engines",
     "weight_sync.transport",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class Division:
 
 
 def divide(
-    config: RunConfig, arch: Architecture, num_gpus: int, assumptions: Assumptions, num_rounds: float
+    config: RunConfig, arch: "Architecture", num_gpus: int, assumptions: Assumptions, num_rounds: float
 ) -> list[Division]:
     """Every division of `num_gpus` that fits, fastest first. GPUs of several machines are divided by machines.
 
@@ -84,7 +79,7 @@ def machine_size(num_gpus: int, assumptions: Assumptions) -> int:
 
 
 def in_turns(
-    config: RunConfig, arch: Architecture, num_gpus: int, assumptions: Assumptions, num_rounds: float
+    config: RunConfig, arch: "Architecture", num_gpus: int, assumptions: Assumptions, num_rounds: float
 ) -> Iterator[Division]:
     """Engines asleep on the trainer's GPUs while it trains. Memory is shared within a machine only."""
     transport = "auto" if num_gpus <= assumptions.machine.gpus_per_node else "disk"
@@ -99,7 +94,7 @@ def in_turns(
 
 def side_by_side(
     config: RunConfig,
-    arch: Architecture,
+    arch: "Architecture",
     num_gpus: int,
     assumptions: Assumptions,
     num_rounds: float,

@@ -1,7 +1,5 @@
 """`--dry-run`: everything that can be checked without starting the run."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import tempfile
@@ -129,7 +127,6 @@ def _code_notes(config: RunConfig) -> list[str]:
 
 
 def _missing_code(config: RunConfig) -> dict[str, Path]:
-    """The files of own code that are not here, by their keys."""
     places = {key: Path(code.path.rpartition(":")[0]) for key, code in config.own_code.items() if code.path}
     return {key: place for key, place in places.items() if place.suffix == ".py" and not place.exists()}
 

@@ -1,25 +1,10 @@
 """Estimates memory, traffic and time of one layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dapo_mega.config import RunConfig
+from dapo_mega.planning import memory
 from dapo_mega.planning.communication import Traffic, step_traffic
-from dapo_mega.planning.memory import (
-    ASLEEP_BYTES,
-    ENGINE_SHARE,
-    EngineLayout,
-    StageMemory,
-    cache_bytes_per_token,
-    engine_of,
-    engine_weight_bytes,
-    layer_kind,
-    num_engines_of,
-    smallest_engine,
-    stage_memory,
-    trainer_memory,
-)
 from dapo_mega.planning.parameters import num_parameters
 from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.step_time import Generation, Machine, StepTime, generation, step_time
@@ -46,16 +31,16 @@ class Estimate:
 
     assumptions: Assumptions
     workload: Workload
-    engine: EngineLayout
+    engine: memory.EngineLayout
     engine_memory: float
     least_engine_memory: float
     generation: Generation
-    stages: tuple[StageMemory, ...]
+    stages: tuple[memory.StageMemory, ...]
     traffic: tuple[Traffic, ...]
     time: StepTime
 
     @property
-    def worst(self) -> StageMemory:
+    def worst(self) -> memory.StageMemory:
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
@@ -76,21 +61,21 @@ def estimate(config: RunConfig, placement: RankLayout, assumptions: Assumptions)
     """Memory, traffic and time of `config` in the layout of `placement`."""
     workload = Workload(config, placement, assumptions.mean_prompt, assumptions.mean_response)
     size = num_parameters(placement.arch)
-    kind = layer_kind(config)
+    kind = memory.layer_kind(config)
     engine_memory = _engine_memory(workload, assumptions)
     gpus_per_node = assumptions.machine.gpus_per_node
-    tensor = assumptions.engine_tensor or smallest_engine(config, placement.arch, engine_memory, gpus_per_node)
-    num_gpus = assumptions.engine_gpus or num_engines_of(config, placement.world_size, tensor) * tensor
-    engine = engine_of(config, tensor, num_gpus)
-    weights, num_engines = engine_weight_bytes(engine, placement.arch), engine.num_engines(placement.data_size)
+    tensor = assumptions.engine_tensor or memory.smallest_engine(config, placement.arch, engine_memory, gpus_per_node)
+    num_gpus = assumptions.engine_gpus or memory.num_engines_of(config, placement.world_size, tensor) * tensor
+    engine = memory.engine_of(config, tensor, num_gpus)
+    weights, num_engines = memory.engine_weight_bytes(engine, placement.arch), engine.num_engines(placement.data_size)
     return Estimate(
         assumptions,
         workload,
         engine,
         engine_memory,
-        weights + workload.longest * cache_bytes_per_token(placement, engine),
+        weights + workload.longest * memory.cache_bytes_per_token(placement, engine),
         generation(workload, engine, assumptions.machine, max(0.0, engine_memory - weights)),
-        tuple(stage_memory(workload, engine, stage) for stage in range(config.parallel.pipeline)),
+        tuple(memory.stage_memory(workload, engine, stage) for stage in range(config.parallel.pipeline)),
         tuple(step_traffic(workload, kind, size, num_engines)),
         step_time(workload, assumptions.machine, kind, size, num_engines),
     )
@@ -98,13 +83,13 @@ def estimate(config: RunConfig, placement: RankLayout, assumptions: Assumptions)
 
 def _engine_memory(workload: Workload, assumptions: Assumptions) -> float:
     """Bytes of a GPU that an awake engine may take; 0 for an embedded engine, which has no share of its own."""
-    memory = assumptions.machine.memory_bytes
+    gpu_bytes = assumptions.machine.memory_bytes
     match workload.config.rollout.placement:
         case "fleet":
-            return ENGINE_SHARE * memory
+            return memory.ENGINE_SHARE * gpu_bytes
         case "colocated":
-            held = [trainer_memory(workload, stage) for stage in range(workload.placement.parallel.pipeline)]
+            held = [memory.trainer_memory(workload, stage) for stage in range(workload.placement.parallel.pipeline)]
             lends = workload.config.rollout.offload_trainer
             resident = max(parts.get("FP8 weights", 0.0) if lends else sum(parts.values()) for parts in held)
-            return max(0.0, memory - assumptions.reserved_bytes - resident - ASLEEP_BYTES)
+            return max(0.0, gpu_bytes - assumptions.reserved_bytes - resident - memory.ASLEEP_BYTES)
     return 0.0

@@ -1,7 +1,5 @@
 """Computes the GPU memory of each pipeline stage's ranks, part by part, in bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -71,7 +69,7 @@ def engine_of(config: RunConfig, tensor: int, num_gpus: int) -> EngineLayout:
     return EngineLayout(tensor, num_gpus, config.engine_dtype, rollout.max_batch_rows, rollout.placement == "colocated")
 
 
-def smallest_engine(config: RunConfig, arch: Architecture, memory: float, gpus_per_node: int) -> int:
+def smallest_engine(config: RunConfig, arch: "Architecture", memory: float, gpus_per_node: int) -> int:
     """The smallest tensor-parallel size, up to a node's GPUs, with which the weights leave half of `memory`, the bytes
     of a GPU that an engine may take, to the cache."""
     size = 1
@@ -137,11 +135,7 @@ def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
     """Bytes that a process of the trainer keeps from start to end, part by part."""
     config, placement = workload.config, workload.placement
     held = stage_bytes(placement, stage, config.model, config.compute, config.lora)
-    always: dict[str, float] = {
-        "parameters": held.parameters,
-        "gradients": held.gradients,
-        "optimizer": held.optimizer,
-    }
+    always: dict[str, float] = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
     if config.compute.fp8.enabled:
         always["FP8 weights"] = fp8_weight_bytes(placement, stage, config.compute)
     if config.algorithm.uses_reference and not config.lora:
@@ -185,7 +179,7 @@ def output_layer_bytes(placement: RankLayout, compute: ComputeConfig, element: i
     return positions * vocabulary * element + responses * hidden * element + weight
 
 
-def engine_weight_bytes(engine: EngineLayout, arch: Architecture) -> float:
+def engine_weight_bytes(engine: EngineLayout, arch: "Architecture") -> float:
     """Bytes of weights on one GPU of an engine. FP8 engines keep embedding and output layer in bf16."""
     size = num_parameters(arch)
     if engine.dtype == "fp8":

@@ -156,7 +156,6 @@ def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
 
 
 def _num_norms(arch: Architecture) -> int:
-    """Norms of a layer around attention and MLP."""
     return 4 if arch.norms == "around" else 2
 
 

@@ -1,7 +1,5 @@
 """Describes a run before anything starts: layout, batch arithmetic, and what is missing on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, TrainingConfig
@@ -69,8 +67,7 @@ def _describe_model(
         raise InputError(str(error)) from error
     lines = [
         f"parallel layout: {world_size} processes = tensor {parallel.tensor} x pipeline "
-        f"{parallel.pipeline}{f' x context {parallel.context}' if parallel.context > 1 else ''} "
-        f"x data {data_size}"
+        f"{parallel.pipeline}{f' x context {parallel.context}' if parallel.context > 1 else ''} x data {data_size}"
         + (", sequence parallel" if parallel.sequence else "")
         + (f", {parallel.virtual_pipeline} chunks per stage" if parallel.virtual_pipeline > 1 else "")
         + (f", experts over {parallel.expert}" if parallel.expert > 1 else "")
@@ -102,7 +99,6 @@ def _describe_model(
 
 
 def _check_fleet(config: RunConfig) -> None:
-    """Raise InputError for a fleet that no trainer could start with."""
     fleet = config.rollout.fleet
     if fleet.rendezvous:
         try:

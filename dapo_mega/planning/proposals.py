@@ -1,7 +1,5 @@
 """Proposes layouts of a number of GPUs that fit into memory, fastest first."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,18 +69,11 @@ def valid_layouts(base: RankLayout) -> Iterator[ParallelConfig]:
                     for virtual in divisors(max(1, arch.num_layers // pipeline)) if pipeline > 1 else [1]:
                         if virtual > 4:
                             continue
-                        settings = {
-                            "tensor": tensor,
-                            "pipeline": pipeline,
-                            "virtual_pipeline": virtual,
-                            "context": context,
-                            "expert": expert,
-                            "expert_tensor": expert_tensor,
-                            "sequence": tensor > 1,
-                            "world_size": world_size,
-                        }
+                        sizes = {"tensor": tensor, "pipeline": pipeline, "virtual_pipeline": virtual}
+                        sizes |= {"context": context, "expert": expert, "expert_tensor": expert_tensor}
                         with contextlib.suppress(ValidationError, InputError):
-                            parallel = ParallelConfig.model_validate(settings)
+                            sizes |= {"sequence": tensor > 1, "world_size": world_size}
+                            parallel = ParallelConfig.model_validate(sizes)
                             arch.check_layout(parallel)
                             yield parallel
 
@@ -95,7 +86,6 @@ def _expert_sizes(base: RankLayout, tensor: int, pipeline: int) -> list[tuple[in
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
-    """The layout as the configuration's keys."""
     parallel, compute = config.parallel.model_dump(), config.compute
     settings: dict[str, object] = {f"parallel.{name}": value for name, value in parallel.items()}
     settings["compute.recompute"] = compute.recompute

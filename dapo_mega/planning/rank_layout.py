@@ -1,7 +1,5 @@
 """The part of the model on each rank of a layout, and the order of a pipeline stage's passes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -25,12 +23,12 @@ class Chunk:
 class RankLayout:
     """A model in a parallel layout of `world_size` ranks."""
 
-    arch: Architecture
+    arch: "Architecture"
     parallel: ParallelConfig
     world_size: int
 
     @property
-    def of_critic(self) -> RankLayout:
+    def of_critic(self) -> "RankLayout":
         """A value model with the same layers in the same layout."""
         return replace(self, arch=self.arch.with_value_head())
 

@@ -1,7 +1,5 @@
 """The plan of a run as lines of text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from dapo_mega.config import RunConfig
@@ -215,7 +213,6 @@ def _where(plan: Estimate) -> str:
 
 
 def _sharing_lines(plan: Estimate) -> Iterator[str]:
-    """The lines on a GPU that engines and policy share."""
     machine, placement = plan.assumptions.machine, plan.workload.placement
     resident = max(sum(s.always.values()) for s in plan.stages) / GIB
     asleep = f"{ASLEEP_BYTES / GIB:.0f} GiB assumed for an engine asleep"
@@ -249,8 +246,7 @@ def _schedule_lines(plan: Estimate) -> Iterator[str]:
     yield (
         f"micro-batches per rank and update: {num_micro_batches} of {workload.micro_batch_tokens:,.0f} tokens on "
         f"average, {workload.micro_batches(largest)} at most; {workload.config.batch.updates_per_step} updates per "
-        "step; "
-        f"pipeline bubble {workload.placement.bubble_share(num_micro_batches):.1%} of a stage's time"
+        f"step; pipeline bubble {workload.placement.bubble_share(num_micro_batches):.1%} of a stage's time"
     )
 
 
@@ -285,11 +281,10 @@ def assumed_lines(plan: Estimate) -> Iterator[str]:
     machine = plan.assumptions.machine
     yield (
         f"  assumed: {machine.flops / 1e12:.0f} TFLOP/s x {machine.flops_share:.2f}, "
-        f"{machine.intra_node_bytes / 1e9:.0f} GB/s within and {machine.inter_node_bytes / 1e9:.0f} GB/s between "
-        "nodes of "
-        f"{machine.gpus_per_node} GPUs, memory {machine.memory_rate / 1e12:.2f} TB/s x "
-        f"{machine.memory_rate_share:.2f}; equal micro-batches, rewards and "
-        f"checkpoints left out, the last stage (with the output layer) sets the pace"
+        f"{machine.intra_node_bytes / 1e9:.0f} GB/s within and {machine.inter_node_bytes / 1e9:.0f} GB/s between nodes "
+        f"of {machine.gpus_per_node} GPUs, memory {machine.memory_rate / 1e12:.2f} TB/s x "
+        f"{machine.memory_rate_share:.2f}; equal micro-batches, rewards and checkpoints left out, the last stage (with "
+        "the output layer) sets the pace"
     )
 
 

@@ -1,7 +1,5 @@
 """Estimates the time of a rollout step: floating-point operations / rate, bytes / bandwidth."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -125,7 +123,7 @@ def layer_flops(placement: RankLayout, length: float) -> tuple[float, float]:
     return linear + 2.0 * mlps, attention
 
 
-def _mlp_weights(arch: Architecture, layer: int) -> int:
+def _mlp_weights(arch: "Architecture", layer: int) -> int:
     """Weights that a token meets in a layer's MLP, or in its router and experts."""
     experts = arch.experts
     if experts is None or not arch.has_experts(layer):

@@ -1,7 +1,5 @@
 """How many tokens a rollout step has, and how they become micro-batches, before any response is known."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

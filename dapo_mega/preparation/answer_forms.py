@@ -4,8 +4,6 @@ DAPO (arXiv 2503.14476, section 3.5) turns the answer 11 - 2\sqrt{6} into "of th
 Each form here has conditions under which its integers follow from the answer's value, so the sum is well defined.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +41,7 @@ def integer_answer(form: str, values: Sequence[int], problem: str) -> IntegerAns
     return FORMS[form](values, _free_letters(problem))
 
 
-def _integer(values: Sequence[int], letters: str) -> IntegerAnswer:
+def _integer(values: Sequence[int], _: str) -> IntegerAnswer:
     _require(len(values) == 1, "an integer is one value")
     return IntegerAnswer(str(values[0]), "", values[0])
 
@@ -95,7 +93,8 @@ def _linear(
     if d > 1:
         shown[bottom] = d
         form = rf"\frac{{{form}}}{{{bottom}}}"
-    integers = f"{_listed(list(shown))} {'are integers' if len(shown) > 1 else 'is an integer'}"
+    *others, last = (f"${name}$" for name in shown)
+    integers = f"{', '.join(others)} and {last} are integers" if others else f"{last} is an integer"
     if d > 1:
         integers += f" with greatest common divisor 1, ${bottom} > 0$"
     shown |= more
@@ -111,23 +110,13 @@ def _list(values: Sequence[int], letters: str) -> IntegerAnswer:
     )
 
 
-FORMS: Final[dict[str, Callable[[Sequence[int], str], IntegerAnswer]]] = {
-    "integer": _integer,
-    "fraction": _fraction,
-    "surd": _surd,
-    "pi": _pi,
-    "list": _list,
-}
+Form = Callable[[Sequence[int], str], IntegerAnswer]
+FORMS: Final[dict[str, Form]] = {"integer": _integer, "fraction": _fraction, "surd": _surd, "pi": _pi, "list": _list}
 
 
 def _addition(form: str, conditions: str, names: Sequence[str]) -> str:
     total = " + ".join(names)
     return f"The answer can be written as ${form}$, where {conditions}. Find ${total}$."
-
-
-def _listed(names: Sequence[str]) -> str:
-    quoted = [f"${name}$" for name in names]
-    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}"
 
 
 def _free_letters(problem: str) -> str:

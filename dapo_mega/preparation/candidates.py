@@ -1,7 +1,5 @@
 """Reads a source's row as a problem and an answer, or says why it is neither."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +99,6 @@ class CandidateReader:
 
 
 def _parsed(text: str, config: PreparationSourceConfig) -> tuple[str | None, str]:
-    """The answer, or None and why there is none."""
     try:
         return parsed_answer(text, config), ""
     except ValueError as error:

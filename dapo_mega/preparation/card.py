@@ -1,7 +1,5 @@
 """The card of a prepared dataset: what it was made from, with which settings, and where every row went."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -63,7 +61,7 @@ class Card:
     settings: Mapping[str, Any]
     versions: Mapping[str, str]
     details: Mapping[str, Any] = field(default_factory=dict)
-    parent: Card | None = None
+    parent: "Card | None" = None
 
     def text(self) -> str:
         return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=2, ensure_ascii=False) + "\n"

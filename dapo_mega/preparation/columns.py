@@ -4,8 +4,6 @@ Rows of JSON files may differ in their fields and types. A column whose values h
 texts stay, other values are written as JSON.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json
@@ -23,6 +21,7 @@ Kind = Literal["null", "bool", "int", "float", "text", "list", "record", "mixed"
 
 _MAX_FIELDS = 1000
 _INT64 = range(-(2**63), 2**63)
+_KINDS: tuple[tuple[type, Kind], ...] = ((bool, "bool"), (float, "float"), (str, "text"), (list, "list"))
 
 
 @dataclass
@@ -30,8 +29,8 @@ class ColumnType:
     """The narrowest type of the values seen: `items` of a list, `fields` of a record in the order of first sight."""
 
     kind: Kind = "null"
-    items: ColumnType | None = None
-    fields: dict[str, ColumnType] = field(default_factory=dict)
+    items: "ColumnType | None" = None
+    fields: "dict[str, ColumnType]" = field(default_factory=dict)
 
     def see(self, value: Any) -> None:
         """Widen the type so that it holds `value`, which is plain (`plain_value`)."""
@@ -75,22 +74,16 @@ class ColumnType:
             found += [n for key, inner in self.fields.items() for n in inner.mixed(f"{name}.{key}" if name else key)]
         return found
 
-    def arrow(self) -> pa.DataType:
+    def arrow(self) -> "pa.DataType":
         import pyarrow as pa
 
         if self.kind == "list":
             return pa.list_(pa.field("element", (self.items or ColumnType()).arrow()))
         if self.kind == "record" and self.fields:  # Parquet has no record without fields.
             return pa.struct({name: inner.arrow() for name, inner in self.fields.items()})
-        return {
-            "null": pa.null(),
-            "record": pa.null(),
-            "bool": pa.bool_(),
-            "int": pa.int64(),
-            "float": pa.float64(),
-            "text": pa.string(),
-            "mixed": pa.string(),
-        }[self.kind]
+        text = pa.string()
+        types = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": text, "mixed": text}
+        return types.get(self.kind, pa.null())
 
 
 def plain_value(value: Any, where: str) -> Any:
@@ -123,17 +116,9 @@ def plain_value(value: Any, where: str) -> Any:
 def _kind(value: Any) -> Kind:
     if value is None:
         return "null"
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return "int" if value in _INT64 else "mixed"
-    if isinstance(value, float):
-        return "float"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, list):
-        return "list"
-    return "record"
+    return next((kind for type_, kind in _KINDS if isinstance(value, type_)), "record")
 
 
 def _unicode(text: str) -> str:

@@ -1,7 +1,5 @@
 """Finds problems of evaluation sets in training prompts, by the runs of words (n-grams) that both have."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -4,14 +4,14 @@ The first reads each row once and leaves it out, or keeps it for the second: row
 what the filters refuse, what evaluation sets hold. The second leaves out near duplicates and writes the rest.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import hashlib
 import logging
 import time
 import unicodedata
 from array import array
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from dapo_mega.metrics.run_text import installed_versions
 from dapo_mega.preparation.candidates import INVALID_REASONS, Candidate, CandidateReader, Invalid
 from dapo_mega.preparation.card import CARD, Card, FileRecord, SourceRecord, card_of, file_record, read_card
 from dapo_mega.preparation.contamination import EvaluationIndex, EvaluationProblem
-from dapo_mega.preparation.exact_duplicates import DistinctProblems
 from dapo_mega.preparation.filters import Filters, integer_of
 from dapo_mega.preparation.near_duplicates import NearDuplicates
 from dapo_mega.preparation.normalization import NormalText, normal_text
@@ -58,10 +57,7 @@ def prepare_dataset(
         problems += found
     index = EvaluationIndex(problems, decontamination.ngram, decontamination.min_words, decontamination.min_share)
     filters = Filters(config.filters)
-    record: dict[str, Any] = {
-        "settings": _settings(config),
-        "versions": {**_versions(config), **filters.versions()},
-    }
+    record: dict[str, Any] = {"settings": _settings(config), "versions": {**_versions(config), **filters.versions()}}
     for name, files in sets.items():
         record["settings"]["decontamination"]["sets"][name]["files"] = [vars(file) for file in files]
     finished = None if force else _finished(output, record, sources, dropped)
@@ -233,11 +229,7 @@ def _versions(config: PreparationConfig) -> dict[str, str]:
     packages += ["datasketch", "numpy"] if config.duplicates.near else []
     packages += ["py3langid"] if config.filters.languages else []
     packages += ["transformers", "tokenizers"] if config.filters.tokenizer else []
-    return {
-        "dapo_mega": dapo_mega.__version__,
-        "unicode": unicodedata.unidata_version,
-        **installed_versions(packages),
-    }
+    return {"dapo_mega": dapo_mega.__version__, "unicode": unicodedata.unidata_version, **installed_versions(packages)}
 
 
 def _finished(
@@ -255,3 +247,59 @@ def _finished(
         and file_record(output / card.data.name) == card.data
     )
     return card if is_equal else None
+
+
+_DIGEST_BYTES = 16
+_CACHED_TEXTS = 2**15
+
+
+class DistinctProblems:
+    """The distinct problems so far, numbered from 0. About 230 bytes each."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._answers = array("q")
+        self._rows = array("q")
+        self._sources = array("I")
+        self._source_numbers: dict[tuple[str, str], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def find(self, text: str) -> int | None:
+        """The number of the problem that has the spelling of `text`."""
+        return self._numbers.get(_digest(text))
+
+    def add(self, text: str, answer: str, row: Row) -> int:
+        """Add a problem, also one whose text was there before; returns its number."""
+        number = len(self)
+        self._numbers.setdefault(_digest(text), number)
+        self._answers.append(_short_hash(answer))
+        self._rows.append(row.number)
+        self._sources.append(self._source_numbers.setdefault((row.source, row.unit), len(self._source_numbers)))
+        return number
+
+    def has_answer(self, number: int, answer: str) -> bool:
+        """Whether this is the answer of the problem of this number."""
+        return self._answers[number] == _short_hash(answer)
+
+    def where(self, number: int) -> str:
+        """The place of the row of this number."""
+        source, unit = list(self._source_numbers)[self._sources[number]]
+        return f"{source}, {unit} {self._rows[number]}"
+
+    def source(self, number: int) -> str:
+        """The name of the source of the row of this number."""
+        return list(self._source_numbers)[self._sources[number]][0].partition("/")[0]
+
+
+@lru_cache(maxsize=_CACHED_TEXTS)  # The public DAPO-Math-17k repeats each of its texts a hundred times.
+def _digest(text: str) -> bytes:
+    spelling = normal_text(text).spelling
+    return hashlib.blake2b(spelling.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+
+
+def _short_hash(text: str) -> int:
+    return int.from_bytes(
+        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little", signed=True
+    )

@@ -1,8 +1,6 @@
 """How hard prompts are for a model: the share of its responses that are correct (Kimi k1.5, arXiv 2501.12599, section
 2.1, takes 10 responses per prompt)."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -67,12 +65,7 @@ class Measured:
         return self.correct / self.samples
 
 
-def measure_difficulty(
-    config: RunConfig,
-    source: Path,
-    output: Path,
-    options: DifficultyOptions,
-) -> Card:
+def measure_difficulty(config: RunConfig, source: Path, output: Path, options: DifficultyOptions) -> Card:
     """Write the rows of the prepared dataset `source` with their pass rates to the folder `output`; returns its card.
 
     The sections of `config` that count are model, data.train (but for its path), rollout, reward and seed. Results
@@ -142,7 +135,6 @@ def _check_lengths(config: RunConfig, prompts: Sequence[Prompt]) -> None:
 
 
 def _settings(config: RunConfig, options: DifficultyOptions) -> dict[str, Any]:
-    """What the results depend on."""
     rollout = config.rollout
     is_embedded = rollout.placement == "embedded"
     return {
@@ -185,11 +177,7 @@ def _as_prepared(config: RunConfig, first: Mapping[str, Any]) -> RunConfig:
 
 
 def _measure(
-    config: RunConfig,
-    prompts: Sequence[Prompt],
-    tokenizer: Any,
-    samples: int,
-    journal: Journal,
+    config: RunConfig, prompts: Sequence[Prompt], tokenizer: Any, samples: int, journal: Journal
 ) -> dict[int, str]:
     """Bring every prompt's result into the journal; the reasons of those where that failed, by row."""
     # In this process the answers of a batch depend on each other by rounding, so it is decoded again as a whole.
@@ -231,7 +219,7 @@ def _measure(
     return failures
 
 
-def _sampler(config: RunConfig, prompts: Sequence[Prompt]) -> Sampler:
+def _sampler(config: RunConfig, prompts: Sequence[Prompt]) -> "Sampler":
     """The model of `model.path`: inside this process for `rollout.placement=embedded`, else in the engines of
     `rollout.fleet.urls`."""
     if config.rollout.placement == "embedded":
@@ -251,7 +239,6 @@ def _sampler(config: RunConfig, prompts: Sequence[Prompt]) -> Sampler:
 
 
 def _measured(prompt: Prompt, rollouts: Sequence[Rollout], scorer: ResponseScorer) -> Measured | str:
-    """The result of one prompt's rollouts, or why there is none."""
     answered = []
     for rollout in rollouts:
         if isinstance(rollout, GenerationFailure):
@@ -268,12 +255,7 @@ def _measured(prompt: Prompt, rollouts: Sequence[Rollout], scorer: ResponseScore
 
 
 def _with_columns(values: Mapping[str, Any], found: Measured, column: str, where: str) -> dict[str, Any]:
-    new = {
-        column: found.pass_rate,
-        f"{column}_samples": found.samples,
-        f"{column}_correct": found.correct,
-        f"{column}_truncated": found.truncated,
-    }
+    new = {column: found.pass_rate, **{f"{column}_{name}": count for name, count in asdict(found).items()}}
     if taken := [name for name in new if name in values]:
         raise InputError(f"{where} has a column {taken[0]!r} already; give --column another name")
     return {**values, **new}

@@ -4,14 +4,13 @@ reward: choices, true or false, proofs, wrong types.
 Every rule returns what it found, as evidence, or None.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dapo_mega.config.preparation import FiltersConfig
+from dapo_mega.errors import InputError
 from dapo_mega.preparation.candidates import Candidate
 from dapo_mega.preparation.normalization import DRAWING
 
@@ -101,7 +100,11 @@ class Filters:
         self._config = config
         self._tokenizer: PreTrainedTokenizerBase | None = None
         rules: list[tuple[bool, str, Callable[[Candidate], str | None]]] = [
-            (True, "too many characters", self._enormous),
+            (
+                True,
+                "too many characters",
+                lambda c: f"{len(c.text)} characters" if len(c.text) > config.max_characters else None,
+            ),
             (
                 config.answer_type == "integer",
                 "answer is no integer",
@@ -113,8 +116,6 @@ class Filters:
         ]
         self._rules = [(reason, rule) for is_on, reason, rule in rules if is_on]
         if config.languages:
-            from dapo_mega.preparation.languages import LanguageFilter
-
             language = LanguageFilter(config.languages)
             self._rules.append(("language", lambda c: language.refusal(c.problem)))
         if config.tokenizer:
@@ -139,12 +140,51 @@ class Filters:
         content = backend.backend_tokenizer.to_str() if self._tokenizer.is_fast else repr(self._tokenizer)
         return {"tokenizer_sha256": hashlib.sha256(content.encode()).hexdigest()}
 
-    def _enormous(self, candidate: Candidate) -> str | None:
-        num_characters = len(candidate.text)
-        return f"{num_characters} characters" if num_characters > self._config.max_characters else None
-
     def _too_long(self, candidate: Candidate) -> str | None:
         if self._tokenizer is None or self._config.max_prompt_tokens is None:
             return None
         num_tokens = len(self._tokenizer(candidate.text, add_special_tokens=False)["input_ids"])
         return f"{num_tokens} tokens" if num_tokens > self._config.max_prompt_tokens else None
+
+
+MIN_LETTERS = 24
+"""Texts with fewer letters outside of formulas are not judged; an ideograph or a kana counts as six."""
+MIN_PROBABILITY = 0.55
+"""A language is only named if it is this probable."""
+
+# Each opening ends the one before, so that a text of openings costs linear time.
+_FORMULA = re.compile(
+    r"\$\$.*?\$\$|\$.*?\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)"
+    r"|\\begin\{(\w+\*?)\}(?:(?!\\begin\{).)*?\\end\{\1\}|\\(?:begin|end)\{\w+\*?\}",
+    re.DOTALL,
+)
+_COMMAND = re.compile(r"\\[a-zA-Z]+|[\d_^{}=+*/<>|\\]")
+_IDEOGRAPH = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
+
+
+class LanguageFilter:
+    """Refuses texts of other languages. Raises `InputError` for unknown codes, and without py3langid."""
+
+    def __init__(self, languages: Sequence[str]) -> None:
+        try:
+            from py3langid.langid import MODEL_FILE, LanguageIdentifier
+        except ImportError as error:
+            raise InputError(
+                'filters.languages needs the package py3langid; install it with pip install "dapo_mega[language]"'
+            ) from error
+        self._identifier: LanguageIdentifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+        known = set(self._identifier.labels)
+        if unknown := sorted(set(languages) - known):
+            raise InputError(f"filters.languages: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
+        self._languages = frozenset(languages)
+
+    def refusal(self, text: str) -> str | None:
+        """The language, if it is probably none of those to keep."""
+        prose = _COMMAND.sub(" ", _FORMULA.sub(" ", text))
+        num_letters = sum(map(str.isalpha, prose)) + 5 * len(_IDEOGRAPH.findall(prose))
+        if num_letters < MIN_LETTERS:
+            return None
+        language, probability = self._identifier.classify(prose)
+        if language in self._languages or probability < MIN_PROBABILITY:
+            return None
+        return f"{language} with probability {probability:.2f}"

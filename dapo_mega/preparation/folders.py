@@ -1,7 +1,5 @@
 """Writes folders that appear complete or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import glob
@@ -55,7 +53,15 @@ def complete_folder(folder: Path) -> Iterator[tuple[Path, Path]]:
             content.mkdir()
             temporary.mkdir()
             yield content, temporary
-            _swap_in(content, folder, staging / _REPLACED)
+            replaced = staging / _REPLACED
+            if folder.exists():
+                os.replace(folder, replaced)
+            try:
+                os.replace(content, folder)
+            except OSError:
+                if replaced.exists():
+                    os.replace(replaced, folder)
+                raise
     finally:
         shutil.rmtree(staging)
 
@@ -68,17 +74,6 @@ def _remove_abandoned(folder: Path) -> None:
         with contextlib.suppress(OSError), path.open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.parent)
-
-
-def _swap_in(content: Path, folder: Path, replaced: Path) -> None:
-    if folder.exists():
-        os.replace(folder, replaced)
-    try:
-        os.replace(content, folder)
-    except OSError:
-        if replaced.exists():
-            os.replace(replaced, folder)
-        raise
 
 
 def refuse_foreign(folder: Path, *, is_ours: bool) -> None:

@@ -1,7 +1,5 @@
 """Keeps finished work beside an output that is not there yet, so that a command that was killed does it only once."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -4,8 +4,6 @@
 one band at a time are sorted, so that two million rows need about 200 MB.
 """
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from array import array

@@ -4,8 +4,6 @@ Views of a text, from strict to coarse: `spelling` (for exact duplicates), `shin
 `words` (for n-grams).
 """
 
-from __future__ import annotations
-
 import html
 import re
 import unicodedata

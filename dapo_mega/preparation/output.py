@@ -1,9 +1,8 @@
 """Reads prepared datasets, and writes them: rows, dropped rows and card appear together or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import json
+from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
@@ -16,7 +15,6 @@ from dapo_mega.errors import InputError
 from dapo_mega.preparation.card import CARD, DATA, Card, SourceRecord, card_of, file_record, read_card, verified_card
 from dapo_mega.preparation.columns import ColumnType, plain_value
 from dapo_mega.preparation.folders import complete_folder, refuse_foreign
-from dapo_mega.preparation.spool import RowSpool
 
 DroppedFormat = Literal["parquet", "jsonl"]
 """The file format of dropped rows."""
@@ -26,7 +24,9 @@ _DROPPED_TYPES = ColumnType("record", fields={n: ColumnType("text") for n in ("r
 
 
 @contextlib.contextmanager
-def new_dataset(folder: Path, dropped: DroppedFormat | None = None, *, force: bool = False) -> Iterator[DatasetWriter]:
+def new_dataset(
+    folder: Path, dropped: DroppedFormat | None = None, *, force: bool = False
+) -> "Iterator[DatasetWriter]":
     """A writer of a prepared dataset, which appears at `folder` when the block ends and `finish` was called.
 
     `dropped`: also write dropped rows, as `dropped.parquet` or `dropped.jsonl` in the folder. Raises `InputError` if
@@ -173,3 +173,40 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, float) and value - value == 0:
         return value
     return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
+
+
+class RowSpool:
+    """Rows in a file, in the order in which they were added. Memory: 8 bytes per row."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w+b")
+        self._ends = array("Q", [0])
+        self.types = ColumnType("record")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def append(self, values: Mapping[str, Any]) -> None:
+        """Add a row of plain values (`plain_value`)."""
+        self.types.see(values)
+        line = json.dumps(values).encode()
+        self._file.write(line)
+        self._ends.append(self._ends[-1] + len(line))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One row; the file's end is where rows are added again afterwards."""
+        start, end = self._ends[index], self._ends[index + 1]
+        self._file.seek(start)
+        line = self._file.read(end - start)
+        self._file.seek(0, 2)
+        row: dict[str, Any] = json.loads(line)
+        return row
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """All rows; no row may be added or read by its index meanwhile."""
+        self._file.seek(0)
+        for index in range(len(self)):
+            yield json.loads(self._file.read(self._ends[index + 1] - self._ends[index]))

@@ -1,7 +1,5 @@
 """The files and rows of a source, and the records of them for the card."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

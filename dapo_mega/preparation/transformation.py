@@ -5,8 +5,6 @@ The model says only which integers make up the answer. The sentences that ask fo
 `answer_forms`; that they make up the answer is decided by the grader that training uses, in its processes with limits.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -82,12 +80,8 @@ class TransformationSettings:
 
     def decisive(self) -> dict[str, Any]:
         """What replies depend on: a journal with other values is of another transformation."""
-        return {
-            "model": self.model,
-            "prompt": PROMPT,
-            "max_tokens": self.max_tokens,
-            "extra_body": dict(self.extra_body),
-        }
+        asked = {"model": self.model, "prompt": PROMPT, "max_tokens": self.max_tokens}
+        return {**asked, "extra_body": dict(self.extra_body)}
 
 
 @dataclass(frozen=True)
@@ -132,7 +126,11 @@ class Transformer:
             self._journal.add(missing[index].row, {"text": answer.text, "cut_off": answer.cut_off})
             self.num_answered += 1
 
-        replies = self._endpoints.post_all([self._body(question) for question in missing], keep)
+        settings = self._settings
+        common = {"model": settings.model, "temperature": 0, "max_tokens": settings.max_tokens, **settings.extra_body}
+        texts = [asked(question.problem, question.answer) for question in missing]
+        bodies = [{"messages": [{"role": "user", "content": text}], **common} for text in texts]
+        replies = self._endpoints.post_all(bodies, keep)
         return {
             question.row: reply.reason
             for question, reply in zip(missing, replies, strict=True)
@@ -165,12 +163,6 @@ class Transformer:
             else:
                 results[question.row] = _refused("undecided", f"{verdict.outcome}: {answer.value}, {question.answer}")
         return [results[question.row] for question in questions]
-
-    def _body(self, question: Question) -> dict[str, Any]:
-        settings = self._settings
-        messages = [{"role": "user", "content": asked(question.problem, question.answer)}]
-        body = {"model": settings.model, "messages": messages, "temperature": 0, "max_tokens": settings.max_tokens}
-        return {**body, **settings.extra_body}
 
 
 def asked(problem: str, answer: str) -> str:

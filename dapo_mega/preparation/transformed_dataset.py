@@ -1,7 +1,5 @@
 """Transforms a prepared dataset: every row of the new one has an integer as its answer."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math
@@ -19,13 +17,7 @@ from dapo_mega.metrics.run_text import installed_versions
 from dapo_mega.preparation.card import DECIDING_PACKAGES, Card
 from dapo_mega.preparation.journal import journal_of, open_journal
 from dapo_mega.preparation.output import DroppedFormat, check_folder, new_dataset, read_dataset
-from dapo_mega.preparation.transformation import (
-    PROMPT,
-    Question,
-    Transformation,
-    TransformationSettings,
-    Transformer,
-)
+from dapo_mega.preparation.transformation import PROMPT, Question, Transformation, TransformationSettings, Transformer
 from dapo_mega.rewards import AnswerVerifier
 
 MADE_BY: Final = "prepare transform"

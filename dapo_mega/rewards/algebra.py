@@ -6,22 +6,12 @@ comparison rounds to six decimals and takes two equations that it cannot solve f
 Nothing here has a time limit of its own: callers with untrusted text run it in a process that they can end.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import lru_cache
 from typing import Any, Final
 
+from dapo_mega.rewards import expressions
 from dapo_mega.rewards.bounds import bound_violation
-from dapo_mega.rewards.expressions import (
-    DECIMAL_TOLERANCE,
-    DIGITS,
-    EQUAL,
-    NUM_POINTS,
-    NUM_POSITIVE,
-    coordinates,
-    may_be_rounded,
-)
 
 _TINY: Final = 1e-40
 _ENOUGH: Final = 3
@@ -58,43 +48,29 @@ def values_equal(candidate: str, truth: str, tolerance: float = 0.0) -> bool:
     first, second = parsed(candidate), parsed(truth)
     if first is None or second is None:
         return False
-    from sympy import Expr, simplify
+    from sympy import Expr, I, nan, simplify, zoo
 
     if not (isinstance(first, Expr) and isinstance(second, Expr)):
         return latex_equal(candidate, truth)
-    first, second = _with_imaginary_unit(first, second)
+    symbols = first.free_symbols | second.free_symbols
+    if {str(symbol) for symbol in symbols} == {"i"}:  # As the only symbol it is the imaginary unit.
+        unit = dict.fromkeys(symbols, I)
+        first, second = first.subs(unit), second.subs(unit)
     if not (first.free_symbols or second.free_symbols):
         a, b = _number(first), _number(second)
         if a is None or b is None:
-            return _same_infinite(first, second)
-        allowed = max(tolerance, DECIMAL_TOLERANCE * may_be_rounded(candidate, truth, a, b))
+            return bool(first == second) and not first.has(nan, zoo)  # Both infinite.
+        allowed = max(tolerance, expressions.DECIMAL_TOLERANCE * expressions.may_be_rounded(candidate, truth, a, b))
         if allowed and _near(a, b, allowed):
             return True
         if (difference := (first - second).doit()).is_Rational:
             return bool(difference == 0)
-        if _near(a, b, EQUAL):
+        if _near(a, b, expressions.EQUAL):
             return True
         # What cancels out leaves a rest of rounding.
         return (_is_tiny(a) or _is_tiny(b)) and bool(simplify(difference) == 0)
     decided = _equal_at_points(first, second)
     return decided if decided is not None else latex_equal(candidate, truth)
-
-
-def _with_imaginary_unit(first: Any, second: Any) -> tuple[Any, Any]:
-    """Where `i` is the only symbol, it is the imaginary unit."""
-    from sympy import I
-
-    symbols = first.free_symbols | second.free_symbols
-    if {str(symbol) for symbol in symbols} != {"i"}:
-        return first, second
-    unit = dict.fromkeys(symbols, I)
-    return first.subs(unit), second.subs(unit)
-
-
-def _same_infinite(first: Any, second: Any) -> bool:
-    from sympy import nan, zoo
-
-    return bool(first == second) and not first.has(nan, zoo)
 
 
 def relations_equal(candidate: str, truth: str) -> bool:
@@ -148,8 +124,8 @@ def _equal_at_points(first: Any, second: Any) -> bool | None:
         a, b = _number(first.subs(point)), _number(second.subs(point))
         if a is None or b is None:
             continue
-        if not (_near(a, b, EQUAL) or (_is_tiny(a) and _is_tiny(b))):
-            return None if index >= NUM_POSITIVE and agreed >= _ENOUGH else False
+        if not (_near(a, b, expressions.EQUAL) or (_is_tiny(a) and _is_tiny(b))):
+            return None if index >= expressions.NUM_POSITIVE and agreed >= _ENOUGH else False
         agreed += 1
     return True if agreed > _ENOUGH else None
 
@@ -161,8 +137,8 @@ def _places(first: Any, second: Any) -> list[dict[Any, Any]]:
     symbols = sorted(first.free_symbols | second.free_symbols, key=str)
     names = sorted({str(symbol) for symbol in symbols})
     places = []
-    for index in range(NUM_POINTS):
-        numbers = coordinates(index, len(names), lambda text: Float(text, DIGITS))
+    for index in range(expressions.NUM_POINTS):
+        numbers = expressions.coordinates(index, len(names), lambda text: Float(text, expressions.DIGITS))
         values = dict(zip(names, numbers, strict=True))
         places.append({symbol: values[str(symbol)] for symbol in symbols})
     return places
@@ -174,12 +150,12 @@ def _number(expression: Any) -> Any | None:
     from sympy import Number
 
     try:
-        real, imaginary = expression.evalf(DIGITS).as_real_imag()
+        real, imaginary = expression.evalf(expressions.DIGITS).as_real_imag()
     except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError, RecursionError):
         return None
     if not (isinstance(real, Number) and isinstance(imaginary, Number) and real.is_finite and imaginary.is_finite):
         return None
-    with mpmath.workdps(DIGITS):
+    with mpmath.workdps(expressions.DIGITS):
         return mpmath.mpc(mpmath.mpf(str(real)), mpmath.mpf(str(imaginary)))
 
 

@@ -1,7 +1,5 @@
 """HTTP connections to servers that may send anything: what is not an answer's content is bounded, too."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import resource

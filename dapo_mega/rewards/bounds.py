@@ -4,8 +4,6 @@ The bounds refuse what is hostile or absurd on sight. They cannot foresee every 
 and memory limits of the worker pool are there for the rest.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from functools import lru_cache

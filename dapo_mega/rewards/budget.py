@@ -1,7 +1,5 @@
 """What the slow answers of one step may cost in all, so that hostile ones do not cost a limit of time each."""
 
-from __future__ import annotations
-
 import logging
 import threading
 

@@ -1,7 +1,5 @@
 """Makes the reward of a run from its configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,31 +7,8 @@ from typing import Any
 
 from dapo_mega.algorithms.filters import OTHER_FILTERS
 from dapo_mega.atomic_files import make_way
-from dapo_mega.config import RewardConfig, RunConfig
-from dapo_mega.config.components import (
-    AnswerComponent,
-    CodeComponent,
-    CoinComponent,
-    ComponentConfig,
-    EnvironmentComponent,
-    FunctionComponent,
-    JudgeComponent,
-    LanguageComponent,
-    LengthDapoComponent,
-    LengthKimiComponent,
-    R1FormatComponent,
-    RemoteComponent,
-    RepetitionComponent,
-)
-from dapo_mega.rewards.built_in import (
-    AnswerReward,
-    CoinReward,
-    EnvironmentReward,
-    LanguageReward,
-    OverlongReward,
-    R1FormatReward,
-    RepetitionReward,
-)
+from dapo_mega.config import RewardConfig, RunConfig, components
+from dapo_mega.rewards import built_in
 from dapo_mega.rewards.code import CodeReward
 from dapo_mega.rewards.composed import ComposedReward, WeightedReward
 from dapo_mega.rewards.endpoints import EndpointSettings
@@ -53,17 +28,17 @@ class Surroundings:
     seed: int
 
 
-def _answer(component: AnswerComponent, run: Surroundings) -> Reward:
+def _answer(component: components.AnswerComponent, run: Surroundings) -> Reward:
     verifier = AnswerVerifier(
         run.reward.num_workers,
         run.reward.time_limit_s,
         component.extraction,
         numeric_tolerance=component.numeric_tolerance,
     )
-    return AnswerReward(verifier, component.correct, component.incorrect)
+    return built_in.AnswerReward(verifier, component.correct, component.incorrect)
 
 
-def _function(component: FunctionComponent, run: Surroundings) -> Reward:
+def _function(component: components.FunctionComponent, run: Surroundings) -> Reward:
     return FunctionReward(
         component.path,
         settings=component.model_dump(mode="json")["settings"],
@@ -75,18 +50,20 @@ def _function(component: FunctionComponent, run: Surroundings) -> Reward:
     )
 
 
-_MAKERS: Mapping[type[ComponentConfig], Callable[[Any, Surroundings], Reward]] = {
-    AnswerComponent: _answer,
-    CoinComponent: lambda component, run: CoinReward(run.seed, component.correct, component.incorrect),
-    EnvironmentComponent: lambda component, run: EnvironmentReward(),
-    R1FormatComponent: lambda component, run: R1FormatReward(),
-    LanguageComponent: lambda component, run: LanguageReward(component.language),
-    RepetitionComponent: lambda component, run: RepetitionReward(component.ngram_tokens),
-    LengthDapoComponent: lambda component, run: OverlongReward(run.max_response_tokens, component.cache_tokens),
-    FunctionComponent: _function,
-    RemoteComponent: lambda component, run: RemoteReward(EndpointSettings.of(component), component.batch_size),
-    JudgeComponent: lambda component, run: JudgeReward(component),
-    CodeComponent: lambda component, run: CodeReward(component),
+_MAKERS: Mapping[type[components.ComponentConfig], Callable[[Any, Surroundings], Reward]] = {
+    components.AnswerComponent: _answer,
+    components.CoinComponent: lambda part, run: built_in.CoinReward(run.seed, part.correct, part.incorrect),
+    components.EnvironmentComponent: lambda part, run: built_in.EnvironmentReward(),
+    components.R1FormatComponent: lambda part, run: built_in.R1FormatReward(),
+    components.LanguageComponent: lambda part, run: built_in.LanguageReward(part.language),
+    components.RepetitionComponent: lambda part, run: built_in.RepetitionReward(part.ngram_tokens),
+    components.LengthDapoComponent: lambda part, run: built_in.OverlongReward(
+        run.max_response_tokens, part.cache_tokens
+    ),
+    components.FunctionComponent: _function,
+    components.RemoteComponent: lambda part, run: RemoteReward(EndpointSettings.of(part), part.batch_size),
+    components.JudgeComponent: lambda part, run: JudgeReward(part),
+    components.CodeComponent: lambda part, run: CodeReward(part),
 }
 
 
@@ -119,9 +96,9 @@ def make_reward(config: RunConfig, *, for_evaluation: bool = False, only_local: 
     """
     reward = config.reward.for_evaluation() if for_evaluation else config.reward
     run = Surroundings(reward, config.rollout.max_response_tokens, config.seed)
-    components = [
+    made = [
         WeightedReward(part.label, part.weight, _MAKERS[type(part)](part, run), part.shapes_length)
         for part in reward.parts
-        if not isinstance(part, LengthKimiComponent) and (part.is_local or not only_local)
+        if not isinstance(part, components.LengthKimiComponent) and (part.is_local or not only_local)
     ]
-    return ComposedReward(components, reward.deciding)
+    return ComposedReward(made, reward.deciding)

@@ -1,7 +1,5 @@
 """Rewards that are computed in this process: answer, coin, R1's format and language consistency, repetition, length."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import Counter
@@ -15,7 +13,6 @@ import numpy.typing as npt
 
 from dapo_mega.rewards.budget import Budgeted
 from dapo_mega.rewards.records import Reward, RewardRecord, Score, ScoringFailure
-from dapo_mega.rewards.shaping import accuracy_reward, soft_overlong_punishment
 from dapo_mega.rewards.thoughts import spoken
 from dapo_mega.rewards.verifier import AnswerVerifier
 from dapo_mega.types import TokenIds
@@ -23,17 +20,9 @@ from dapo_mega.types import TokenIds
 Scores = list[Score | ScoringFailure]
 
 _SCRIPTS: Final = {
-    "ar": ("ARABIC",),
-    "el": ("GREEK",),
-    "en": ("LATIN",),
-    "he": ("HEBREW",),
-    "hi": ("DEVANAGARI",),
-    "ja": ("CJK", "HIRAGANA", "KATAKANA"),
-    "ko": ("HANGUL",),
-    "ru": ("CYRILLIC",),
-    "th": ("THAI",),
-    "zh": ("CJK",),
-}
+    "ar": ("ARABIC",), "el": ("GREEK",), "en": ("LATIN",), "he": ("HEBREW",), "hi": ("DEVANAGARI",),
+    "ja": ("CJK", "HIRAGANA", "KATAKANA"), "ko": ("HANGUL",), "ru": ("CYRILLIC",), "th": ("THAI",), "zh": ("CJK",),
+}  # fmt: skip
 """First words of the Unicode names of a language's letters."""
 _WORD_OF_ONE_CHARACTER: Final = frozenset({"CJK", "HIRAGANA", "KATAKANA", "THAI"})
 # Each opening bracket ends the one before, so that a text of openings costs linear time.
@@ -56,7 +45,9 @@ class AnswerReward(Budgeted):
         self._incorrect = incorrect
 
     def score(self, records: Sequence[RewardRecord]) -> Scores:
-        verdicts = self._verifier.verify([(_after_opened_thought(record), record.ground_truth) for record in records])
+        # Nothing of a thought that the prompt has opened can hold the answer.
+        texts = [spoken(each.whole_response) if each.opened_thought else each.response for each in records]
+        verdicts = self._verifier.verify([(text, each.ground_truth) for text, each in zip(texts, records, strict=True)])
         return [
             Score(
                 accuracy_reward(verdict.correct, self._correct, self._incorrect),
@@ -108,11 +99,6 @@ class CoinReward(_RewardOfOne):
     def of(self, record: RewardRecord) -> Score:
         heads = self.is_heads(record.request_id)
         return Score(accuracy_reward(heads, self._correct, self._incorrect), heads)
-
-
-def _after_opened_thought(record: RewardRecord) -> str:
-    """What can hold the answer: nothing of a thought that the prompt has opened."""
-    return spoken(record.whole_response) if record.opened_thought else record.response
 
 
 class R1FormatReward(_RewardOfOne):
@@ -206,3 +192,45 @@ class OverlongReward(_RewardOfOne):
 
     def of(self, record: RewardRecord) -> Score:
         return Score(soft_overlong_punishment(len(record.token_ids), self._max_length, self._cache_length))
+
+
+def accuracy_reward(correct: bool, correct_reward: float = 1.0, incorrect_reward: float = -1.0) -> float:
+    """Rule-based outcome reward: +1 for an equivalent answer, -1 otherwise. DAPO eq. 7."""
+    return correct_reward if correct else incorrect_reward
+
+
+def soft_overlong_punishment(length: int, max_length: int, cache_length: int) -> float:
+    """Length penalty in [-1, 0], to be added to the accuracy reward. DAPO eq. 13.
+
+    It is 0 up to `max_length - cache_length`, falls linearly to -1 at `max_length`, and stays at -1 beyond.
+    All three arguments count response tokens; `max_length` is the longest generation (20480 in the paper)
+    and `cache_length` the interval of soft punishment (4096).
+
+    Raises ValueError where `cache_length` is not in 1..`max_length` or `length` is negative.
+    """
+    if not 0 < cache_length <= max_length:
+        raise ValueError(
+            f"cache_length={cache_length} with max_length={max_length}; choose 1 <= cache_length <= max_length"
+        )
+    if length < 0:
+        raise ValueError(f"length={length}; a response has 0 tokens or more")
+    unpunished = max_length - cache_length
+    if length <= unpunished:
+        return 0.0
+    if length <= max_length:
+        return (unpunished - length) / cache_length
+    return -1.0
+
+
+def length_rewards(lengths: Sequence[int], correct: Sequence[bool]) -> list[float]:
+    """Kimi k1.5's length reward of every response of one group, in [-0.5, 0.5] (arXiv 2501.12599, section 2.3.3).
+
+    With l = 0.5 - (length - shortest) / (longest - shortest), a correct response gets l and a wrong one min(0, l):
+    short correct responses gain, long ones lose, and no wrong one gains. Responses of equal length get 0. `lengths`
+    count response tokens.
+    """
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    shares = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [share if is_correct else min(0.0, share) for share, is_correct in zip(shares, correct, strict=True)]

@@ -1,7 +1,5 @@
 """Questions to a language model over OpenAI's chat completions: texts put into a template, and what came back."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable

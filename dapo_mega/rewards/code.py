@@ -1,7 +1,5 @@
 """Unit tests of Python solutions as a reward. Solutions run in sandboxes; verdicts are made outside of them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -12,32 +10,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from dapo_mega.config.components.code import CodeComponent
 from dapo_mega.errors import InputError
+from dapo_mega.rewards import code_tests
 from dapo_mega.rewards.budget import Budgeted, StepBudget
-from dapo_mega.rewards.code_tests import (
-    CallCase,
-    Case,
-    ProgramCase,
-    TestsCase,
-    joined,
-    prints_the_same,
-    read_cases,
-    returns_the_same,
-)
 from dapo_mega.rewards.records import RewardRecord, Score, ScoringFailure
-from dapo_mega.rewards.sandbox.client import (
-    Isolation,
-    RunTest,
-    Sandbox,
-    SandboxError,
-    SandboxLimits,
-    start_sandbox,
-    try_out,
-)
+from dapo_mega.rewards.sandbox import client
 from dapo_mega.rewards.thoughts import CLOSING, split
 
 logger = logging.getLogger(__name__)
@@ -64,7 +44,7 @@ class CodeReward(Budgeted):
     Raises InputError where solutions cannot be run here, or are not held back as they must be.
     """
 
-    def __init__(self, settings: CodeComponent, isolation: Isolation | None = None) -> None:
+    def __init__(self, settings: CodeComponent, isolation: client.Isolation | None = None) -> None:
         """`isolation` asks for one kind; by default the best that the kernel allows is used, and logged once."""
         self._settings = settings
         self._free_s = min(settings.time_limit_s, max(_LEAST_FREE_S, _FREE_SHARE * settings.time_limit_s))
@@ -73,19 +53,19 @@ class CodeReward(Budgeted):
             "solutions that fail slowly",
             f"a solution is wrong after {self._free_s:g} s (reward/num_cut_short)",
         )
-        self._limits = SandboxLimits(settings.memory_limit_mib, settings.file_limit_mib, settings.modules)
+        self._limits = client.SandboxLimits(settings.memory_limit_mib, settings.file_limit_mib, settings.modules)
         self._isolation = isolation
         # Numbers that other programs' sandboxes on this machine hardly have.
         self._numbers = itertools.count(os.getpid() * 64)
-        self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
-        self._open: set[Sandbox] = set()
+        self._idle: queue.SimpleQueue[client.Sandbox] = queue.SimpleQueue()
+        self._open: set[client.Sandbox] = set()
         self._lock = threading.Lock()
         self._closed = False
         self._threads = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="solutions")
         try:
             first = self._threads.submit(self._started).result()  # A thread that lasts.
-            held = try_out(first, self._limits)
-        except SandboxError as error:
+            held = client.try_out(first, self._limits)
+        except client.SandboxError as error:
             self.close()
             raise InputError(f"solutions cannot be run safely on this machine: {error}") from None
         self._isolation = first.isolation
@@ -94,7 +74,6 @@ class CodeReward(Budgeted):
         self.held = held
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
-        """One result per record, in order."""
         self.budget.begin_call()
         return list(self._threads.map(self._score, records))
 
@@ -113,7 +92,7 @@ class CodeReward(Budgeted):
     def _score(self, record: RewardRecord) -> Score | ScoringFailure:
         settings = self._settings
         try:
-            cases = read_cases(
+            cases = code_tests.read_cases(
                 column(record, settings.tests_column),
                 function=_optional(record, settings.function_column),
                 setup=_optional(record, settings.setup_column),
@@ -122,39 +101,37 @@ class CodeReward(Budgeted):
         except ValueError as error:
             return ScoringFailure(f"{settings.tests_column}: {error}")
         code = extract_code(record.whole_response)
-        cases = cases if settings.partial_credit else joined(cases)
+        cases = cases if settings.partial_credit else code_tests.joined(cases)
         try:
-            ran = _Ran() if code is None else self._run(code, cases)
-        except (SandboxError, _UnusableTests) as error:
+            passed, outcome = ([], "no_answer") if code is None else self._run(code, cases)
+        except (client.SandboxError, _UnusableTests) as error:
             return ScoringFailure(str(error))
-        return self._scored(cases, ran, code)
-
-    def _scored(self, cases: Sequence[Case], ran: _Ran, code: str | None) -> Score:
-        share = sum(_weight(case) for case in ran.passed) / sum(_weight(case) for case in cases)
-        correct = len(ran.passed) == len(cases)
-        outcome = "correct" if correct else "no_answer" if code is None else ran.outcome
+        share = sum(map(_weight, passed)) / sum(map(_weight, cases))
+        correct = len(passed) == len(cases)
         parts = {"has_code": float(code is not None), "tests_passed": share}
-        return Score(share if self._settings.partial_credit else float(correct), correct, parts, outcome=outcome)
+        value = share if settings.partial_credit else float(correct)
+        return Score(value, correct, parts, outcome="correct" if correct else outcome)
 
-    def _run(self, code: str, cases: Sequence[Case]) -> _Ran:
-        """Without partial credit only up to the first case that the solution fails."""
+    def _run(self, code: str, cases: Sequence[code_tests.Case]) -> tuple[list[code_tests.Case], str]:
+        """The cases that a solution passes, and how it ended if these are not all. Without partial credit only up to
+        the first case that it fails."""
         for attempt in range(_ATTEMPTS):
             sandbox, begin = self._started() if attempt else self._taken(), time.monotonic()
             try:
                 with sandbox.solution(code) as run:
                     return self._run_cases(run, cases)
-            except SandboxError as error:
+            except client.SandboxError as error:
                 self.budget.spend((time.monotonic() - begin) / _CLOCK_TO_CPU)
                 if error.hung or self._closed or attempt == _ATTEMPTS - 1:
-                    raise SandboxError(f"the sandbox ended {attempt + 1} times: {error}") from None
+                    raise client.SandboxError(f"the sandbox ended {attempt + 1} times: {error}") from None
             finally:
                 self._give_back(sandbox)
         raise AssertionError("unreachable")
 
-    def _run_cases(self, run: RunTest, cases: Sequence[Case]) -> _Ran:
+    def _run_cases(self, run: client.RunTest, cases: Sequence[code_tests.Case]) -> tuple[list[code_tests.Case], str]:
         """Ends with the first case that is failed; with partial credit with the first that runs out of time, or when
         those that are failed have taken a limit together."""
-        passed: list[Case] = []
+        passed: list[code_tests.Case] = []
         limit_s, failed_s, outcome = self._settings.time_limit_s, 0.0, "wrong"
         try:
             for case in cases:
@@ -174,23 +151,23 @@ class CodeReward(Budgeted):
             self.budget.spend(max(0.0, failed_s - self._free_s))
         if outcome == "cut_short":
             self.budget.warn()
-        return _Ran(passed, outcome)
+        return passed, outcome
 
-    def _taken(self) -> Sandbox:
+    def _taken(self) -> client.Sandbox:
         try:
             return self._idle.get_nowait()
         except queue.Empty:
             return self._started()
 
-    def _started(self) -> Sandbox:
-        sandbox = start_sandbox(next(self._numbers), self._limits, self._isolation)
+    def _started(self) -> client.Sandbox:
+        sandbox = client.start_sandbox(next(self._numbers), self._limits, self._isolation)
         with self._lock:
             self._open.add(sandbox)
             if self._closed:
                 sandbox.kill()
         return sandbox
 
-    def _give_back(self, sandbox: Sandbox) -> None:
+    def _give_back(self, sandbox: client.Sandbox) -> None:
         if sandbox.is_alive:
             self._idle.put(sandbox)
             return
@@ -199,16 +176,8 @@ class CodeReward(Budgeted):
             self._open.discard(sandbox)
 
 
-@dataclass(frozen=True)
-class _Ran:
-    """What came of a solution's cases: those that it passed, and how it ended if these are not all."""
-
-    passed: Sequence[Case] = ()
-    outcome: str = "wrong"
-
-
-def _weight(case: Case) -> int:
-    return case.weight if isinstance(case, TestsCase) else 1
+def _weight(case: code_tests.Case) -> int:
+    return case.weight if isinstance(case, code_tests.TestsCase) else 1
 
 
 class _UnusableTests(Exception):
@@ -276,27 +245,27 @@ def _fenced_blocks(text: str) -> list[tuple[str, str]]:
     return blocks
 
 
-def _request(case: Case, limit_s: float, is_short: bool) -> dict[str, Any]:
-    weight = min(case.weight, _MOST_LIMITS) if isinstance(case, TestsCase) else 1
+def _request(case: code_tests.Case, limit_s: float, is_short: bool) -> dict[str, Any]:
+    weight = min(case.weight, _MOST_LIMITS) if isinstance(case, code_tests.TestsCase) else 1
     limits = {"limit_s": limit_s, "clock_s": _CLOCK_TO_CPU * limit_s} if is_short else {"limit_s": limit_s * weight}
-    if isinstance(case, ProgramCase):
+    if isinstance(case, code_tests.ProgramCase):
         return {"kind": "program", "stdin": case.stdin, **limits}
-    if isinstance(case, CallCase):
+    if isinstance(case, code_tests.CallCase):
         return {"kind": "call", "name": case.name, "arguments": case.arguments, **limits}
     tests = {"setup": case.setup, "code": case.code, "entry_point": case.entry_point}
     return {"kind": "tests", "tests": tests, **limits}
 
 
-def _passes(case: Case, result: Mapping[str, Any], tolerance: float) -> bool:
-    if isinstance(case, TestsCase):
+def _passes(case: code_tests.Case, result: Mapping[str, Any], tolerance: float) -> bool:
+    if isinstance(case, code_tests.TestsCase):
         if result["verdict"].startswith("unusable"):
             raise _UnusableTests(result["verdict"])
         return bool(result["verdict"] == "passed" and not result["cause"])
     if result["cause"]:
         return False
-    if isinstance(case, ProgramCase):
-        return prints_the_same(result["output"], case.expected, tolerance)
+    if isinstance(case, code_tests.ProgramCase):
+        return code_tests.prints_the_same(result["output"], case.expected, tolerance)
     try:
-        return returns_the_same(json.loads(result["answer"]), case.expected, tolerance)
+        return code_tests.returns_the_same(json.loads(result["answer"]), case.expected, tolerance)
     except (ValueError, RecursionError):
         return False

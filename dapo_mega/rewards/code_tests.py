@@ -8,8 +8,6 @@
 | Python code: asserts, `check(candidate)`, test functions, test cases | HumanEval, KodCode |
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The reward of a run: a weighted sum of components, one of which may decide correctness."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

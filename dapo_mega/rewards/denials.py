@@ -1,7 +1,5 @@
 """What takes a value in a text back: it is denied, doubted, or only a bound (`not 42`, `more than 42`, `42 or so`)."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Posts JSON to one of several equal servers: at the same time, within a deadline, again elsewhere after a failure."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -12,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import numpy as np
@@ -45,7 +43,7 @@ class EndpointSettings:
     attempts: int = 3
 
     @classmethod
-    def of(cls, component: ServerComponent) -> EndpointSettings:
+    def of(cls, component: ServerComponent) -> Self:
         """Those of a reward."""
         return cls(**component.model_dump(include={field.name for field in fields(cls)}))
 
@@ -132,15 +130,9 @@ class Endpoints:
             await asyncio.wait(tasks, timeout=self._settings.deadline_s)
             for task in tasks:
                 task.cancel()
-            answers = await asyncio.gather(*tasks, return_exceptions=True)
-        return [self._after_deadline(answer) for answer in answers]
-
-    def _after_deadline(self, answer: Any) -> Any:
-        if isinstance(answer, asyncio.CancelledError):
-            return Unanswered(f"not answered within deadline_s={self._settings.deadline_s:g}")
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+            await asyncio.wait(tasks)
+        late = Unanswered(f"not answered within deadline_s={self._settings.deadline_s:g}")
+        return [late if task.cancelled() else task.result() for task in tasks]
 
     async def _post(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> Any | Unanswered:
         tried: list[str] = []
@@ -159,7 +151,9 @@ class Endpoints:
                 try:
                     return await self._attempt(session, url, body)
                 except _AttemptFailed as failure:
-                    reason = self._clean(f"{url.partition('?')[0]}: {failure}")
+                    text = f"{url.partition('?')[0]}: {failure}"
+                    # Without the key, which a server may have sent back.
+                    reason = one_line(text.replace(self._key, "<key>") if self._key else text)
                     if failure.is_final:
                         refused.add(url)
         times = f" (after {len(tried)} attempts)" if len(tried) > 1 else ""
@@ -217,12 +211,6 @@ class Endpoints:
             self._failures[url] = 0
         finally:
             self._in_flight[url] -= 1
-
-    def _clean(self, text: str) -> str:
-        """One printable line without the key, which a server may have sent back."""
-        if self._key:
-            text = text.replace(self._key, "<key>")
-        return one_line(text)
 
 
 class _AttemptFailed(Exception):

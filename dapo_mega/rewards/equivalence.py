@@ -4,30 +4,16 @@ Model text is never given to `eval`, `exec`, `sympify` or `parse_expr`: math-ver
 grammar only, and only on text that `bounds` lets pass.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Sequence
 from typing import Final
 
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS, bound_violation
-from dapo_mega.rewards.grading import Grader, gold_answers, graded, stated_truth
+from dapo_mega.rewards.grading import Grader, gold_answers
 from dapo_mega.rewards.normalization import canonical_latex
 
 _PLAIN_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _GRADER: Final = Grader()
-
-
-def answers_match(candidate: str, ground_truth: str | Sequence[str], numeric_tolerance: float = 0.0) -> bool:
-    """Whether an extracted answer equals the ground truth; False for an answer that exceeds `bounds`.
-
-    Runs in the calling process without a time limit; `AnswerVerifier` adds the limits that training needs.
-    """
-    if len(candidate) > MAX_ANSWER_CHARACTERS:
-        return False
-    golds = map(stated_truth, gold_answers(ground_truth))
-    return any(graded(candidate, gold, numeric_tolerance) for gold in golds)
 
 
 def same_answer(first: str, second: str) -> bool:
@@ -59,8 +45,10 @@ def validate_ground_truth(text: str) -> str:
     problem = bound_violation(stripped)
     if not stripped:
         problem = "it is empty"
-    elif problem is None:
-        problem = _structural_problem(stripped)
+    elif problem is None and not any(character.isalnum() for character in canonical_latex(stripped)):
+        problem = "it holds no number, symbol or word"
+    elif problem is None and not _is_balanced(stripped):
+        problem = "its braces are not balanced"
     if problem is not None:
         shown = text if len(text) <= MAX_ANSWER_CHARACTERS else text[:MAX_ANSWER_CHARACTERS] + "..."
         raise ValueError(
@@ -70,13 +58,10 @@ def validate_ground_truth(text: str) -> str:
     return stripped
 
 
-def _structural_problem(text: str) -> str | None:
-    if not any(character.isalnum() for character in canonical_latex(text)):
-        return "it holds no number, symbol or word"
-    unescaped = re.sub(r"\\[\\{}]", "", text)
+def _is_balanced(text: str) -> bool:
     depth = 0
-    for character in unescaped:
+    for character in re.sub(r"\\[\\{}]", "", text):
         depth += (character == "{") - (character == "}")
         if depth < 0:
             break
-    return "its braces are not balanced" if depth != 0 else None
+    return depth == 0

@@ -4,8 +4,6 @@ It reads sums, products, fractions, roots, powers, factorials and the functions 
 letters. What it does not read without doubt it leaves to computer algebra, which takes a hundred times as long.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -223,31 +221,21 @@ class _Reader:
         base = self._atom()
         if self._peek() == "!":
             self._take()
-            base = self._factorial(base)
+            if base != _context().nint(base.real) or not 0 <= base.real <= _MAX_FACTORIAL or self._peek() == "!":
+                raise _Unread
+            base = _context().factorial(base)
         if self._peek() != "^":
             return base
         self._take()
-        exponent = self._exponent()
+        if self._peek()[:1].isdigit() and len(self._peek()) > 1:
+            raise _Unread  # LaTeX raises to the first digit, people mean both.
+        exponent = self._atom()
         if self._peek() == "^" or abs(exponent) > _MAX_EXPONENT or (base == 0 and not exponent.real > 0):
             raise _Unread
         result = base**exponent
         if self._peek() == "!":
             raise _Unread
         return result
-
-    def _exponent(self) -> Any:
-        if self._peek() in ("{", "("):
-            return self._atom()
-        token = self._take()
-        if token[0].isdigit() and len(token) > 1:
-            raise _Unread  # LaTeX raises to the first digit, people mean both.
-        self._next -= 1
-        return self._atom()
-
-    def _factorial(self, base: Any) -> Any:
-        if base != _context().nint(base.real) or not 0 <= base.real <= _MAX_FACTORIAL or self._peek() == "!":
-            raise _Unread
-        return _context().factorial(base)
 
     def _atom(self) -> Any:
         token = self._take()

@@ -3,14 +3,13 @@
 Every style runs in time linear in the text, whatever a model wrote.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Final, Literal, get_args
 
 from dapo_mega.rewards.equivalence import validate_ground_truth
-from dapo_mega.rewards.free_text import closing_brace, find_answer, tagged
+from dapo_mega.rewards.free_text import find_answer, tagged
+from dapo_mega.rewards.normalization import closing_brace
 from dapo_mega.rewards.thoughts import spoken
 
 ExtractionStyle = Literal["dapo", "boxed", "r1", "gsm8k", "auto", "last_number", "none"]
@@ -20,12 +19,6 @@ TAIL_CHARACTERS: Final = 300
 
 _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _NUMBER = re.compile(r"[+-]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
-
-
-def _last_answer_line(text: str) -> str | None:
-    """The last `Answer: ...` of the final 300 characters. DAPO's rule."""
-    matches = _ANSWER_LINE.findall(text[-TAIL_CHARACTERS:])
-    return matches[-1] if matches else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -46,19 +39,17 @@ def _after_hashes(text: str) -> str | None:
     return rest.partition("\n")[0] if marker else None
 
 
-def _last_number(text: str) -> str | None:
-    """The last number written in the final 300 characters."""
-    matches = _NUMBER.findall(text[-TAIL_CHARACTERS:])
-    return matches[-1].rstrip(",") if matches else None
+def _last_in_tail(pattern: re.Pattern[str], text: str) -> str | None:
+    return next(reversed(pattern.findall(text[-TAIL_CHARACTERS:])), None)
 
 
 _EXTRACTORS: Final[dict[str, Callable[[str], str | None]]] = {
-    "dapo": _last_answer_line,
+    "dapo": lambda text: _last_in_tail(_ANSWER_LINE, text),
     "boxed": lambda text: last_boxed(spoken(text)),
     "r1": lambda text: tagged(spoken(text), must_close=True),
     "gsm8k": lambda text: _after_hashes(spoken(text)),
     "auto": find_answer,
-    "last_number": lambda text: _last_number(spoken(text)),
+    "last_number": lambda text: (_last_in_tail(_NUMBER, spoken(text)) or "").rstrip(","),
     "none": lambda text: text,
 }
 

@@ -6,41 +6,18 @@ list, so that stating several values never counts as stating the right one. What
 or thought that never ends, states nothing.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from dataclasses import dataclass
 from typing import Final
 
+from dapo_mega.rewards import denials, prose
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS
-from dapo_mega.rewards.denials import (
-    concluded_none,
-    gave_up,
-    is_denied,
-    is_denied_after,
-    is_doubted,
-    is_taken_back,
-    is_withdrawn,
-)
-from dapo_mega.rewards.prose import (
-    NAME_AT_END,
-    NUMBER,
-    NUMBER_IN_LIST,
-    WORD_IN_BOLD,
-    YES_OR_NO,
-    restated,
-    said_at_end,
-    several_at,
-    unit_at,
-    without_asides,
-    word_at_end,
-)
+from dapo_mega.rewards.normalization import closing_brace
 from dapo_mega.rewards.signs import OTHER_DIGITS, PARTS_OF_ONE
 from dapo_mega.rewards.thoughts import spoken
 
 _BOX = re.compile(r"\\[fb]?box(?:ed)?(?![a-zA-Z])[ \t]*(?:\[[^\[\]\n]{0,80}\])?")
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"[^\s${},.;\\]{1,40}")
 _MATH_TOKEN = re.compile(r"\\\\|\\\$|\$\$|\$|\\[\[\]()]|\n")
 _CLOSING: Final = {"$$": "$$", "$": "$", "\\[": "\\]", "\\(": "\\)"}
@@ -116,7 +93,9 @@ _FORMULA_LINK = re.compile(
     r"(?:\s|[,;&]|(?<![a-zA-Z])(?:and|or|und|et)(?![a-zA-Z])"
     r"|(?<![a-zA-Z])(?!(?:and|or|und|et)(?![a-zA-Z]))[a-zA-Z]{1,12}(?=\s(?:and|or)\s))*"
 )
-_SAID_AFTER = re.compile(rf"(?<![a-zA-Z])(?:is|are|equals|=)[ \t]+(?:[a-z]+[ \t]+){{0,2}}(?P<value>{NUMBER.pattern})")
+_SAID_AFTER = re.compile(
+    rf"(?<![a-zA-Z])(?:is|are|equals|=)[ \t]+(?:[a-z]+[ \t]+){{0,2}}(?P<value>{prose.NUMBER.pattern})"
+)
 _CONCLUSION = re.compile(
     r"(?i)(?<![a-z])(?:is|are|so|thus|hence|therefore|then|total|answer|gives?|which|but|actually|wait|hmm|no)(?![a-z])|[.!?]\s"
 )
@@ -126,7 +105,7 @@ _PART_OF_NUMBER = re.compile(
     r"(?i)_(?:[0-9]+|\{[^{}\n]{1,20}\})|[ \t]?[ap]\.?m(?![a-z])"
     r"|(?:[ \t](?:hundred|thousand|million|billion|trillion|dozen)(?![a-z]))+"
 )
-_SPELT = re.compile(rf"[a-zA-Z\-]+[ \t]\((?P<number>{NUMBER_IN_LIST})\)")
+_SPELT = re.compile(rf"[a-zA-Z\-]+[ \t]\((?P<number>{prose.NUMBER_IN_LIST})\)")
 _OTHER_DIGIT = re.compile(f"[{''.join(OTHER_DIGITS)}]")
 _OTHER_DIGITS = str.maketrans(OTHER_DIGITS)
 _LAST_WORDS: Final = 4_000
@@ -174,7 +153,7 @@ def find_answer(response: str) -> str | None:
             ),
             text,
         )
-    if is_withdrawn(text):
+    if denials.is_withdrawn(text):
         return None
     content = tagged(text, must_close=False)
     if content is not None:
@@ -212,7 +191,6 @@ def _stated(text: str) -> str | None:
 
 
 def _cues(text: str, start: int) -> list[re.Match[str]]:
-    """All cues from there on, in order."""
     cues: list[re.Match[str]] = []
     begins = [start]
     for found in (_MAY_BE_CUE if text.isascii() else _MAY_BE_OTHER_CUE).finditer(text, start):
@@ -247,23 +225,10 @@ def _boxes(text: str) -> list[_Span] | None:
             end, content = bare.end(), bare.group()
         else:
             end, content = match.end(), ""
-        if not is_denied(text, match.start(), end):
+        if not denials.is_denied(text, match.start(), end):
             boxes.append(_Span(match.start(), end, content))
         position = max(end, match.end())
     return boxes
-
-
-def closing_brace(text: str, opening: int) -> int:
-    """Where the brace at `opening` closes; -1 if nowhere. Escaped braces do not count."""
-    depth = 0
-    for brace in _BRACES.finditer(text, opening):
-        if brace.group() == "{":
-            depth += 1
-        elif brace.group() == "}":
-            depth -= 1
-            if depth == 0:
-                return brace.start()
-    return -1
 
 
 def _last_sentence(text: str, boxes: list[_Span]) -> list[str]:
@@ -296,7 +261,7 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
         return None
     if (cue["mark"] or "") in ("-", "–", "—", "→") and cue["between"].strip(_MARKUP):
         return None
-    if (cue["between"] and _DENIED_CUE.search(cue["between"])) or is_doubted(text[max(0, start - 70) : start]):
+    if (cue["between"] and _DENIED_CUE.search(cue["between"])) or denials.is_doubted(text[max(0, start - 70) : start]):
         return None
     while start < len(text) and (text[start] in _MARKUP or text[start] in "}\r\n:："):
         start += 1
@@ -306,9 +271,9 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
         return None
     if corrected := _CORRECTED.match(sentence):
         sentence = corrected["rest"]
-    sentence = restated(without_asides(sentence))
+    sentence = prose.restated(prose.without_asides(sentence))
     formulas = _formulas(sentence)
-    if formulas and is_denied(sentence, formulas[-1].start, formulas[-1].end):
+    if formulas and denials.is_denied(sentence, formulas[-1].start, formulas[-1].end):
         del formulas[-1]
         if not formulas:
             return None
@@ -322,11 +287,11 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
     plain = _INTRODUCED.sub(r"\1", plain)
     if _OTHER_DENIAL.match(plain):
         return None
-    if cue["chinese"] and _DIGIT.search(plain) and not NUMBER.match(plain) and _OTHER_WORDS.search(plain):
+    if cue["chinese"] and _DIGIT.search(plain) and not prose.NUMBER.match(plain) and _OTHER_WORDS.search(plain):
         return _last_value(plain)
     is_certain = cue["mark"] in (":", "=") or cue["heading"] is not None or cue["chinese"] is not None
-    if number := NUMBER.match(plain):
-        if is_denied_after(plain, number.end()):
+    if number := prose.NUMBER.match(plain):
+        if denials.is_denied_after(plain, number.end()):
             return None
         # What follows a number is about it: `72, so she has enough`, `72 (6 dozen)`.
         rest = plain[number.end() :]
@@ -434,7 +399,7 @@ def _result(text: str) -> re.Match[str] | None:
     equals = text.rfind("=", text.rstrip().rfind("\n") + 1)
     if equals < 0 or _CONCLUSION.search(text, equals):
         return None
-    return NUMBER.match(text, len(text) - len(text[equals + 1 :].lstrip()))
+    return prose.NUMBER.match(text, len(text) - len(text[equals + 1 :].lstrip()))
 
 
 def _last_outside(text: str, numbers: list[re.Match[str]], formulas: list[_Span]) -> re.Match[str] | None:
@@ -442,7 +407,8 @@ def _last_outside(text: str, numbers: list[re.Match[str]], formulas: list[_Span]
     outside = (
         n
         for n in reversed(numbers)
-        if not any(f.start < n.end() <= f.end for f in formulas[-50:]) and not is_taken_back(text, n.start(), n.end())
+        if not any(f.start < n.end() <= f.end for f in formulas[-50:])
+        and not denials.is_taken_back(text, n.start(), n.end())
     )
     return next(outside, None)
 
@@ -452,48 +418,48 @@ def _last_value(text: str) -> str | None:
     whole = text.strip(" \t\r\n✓✔☑✅").strip("*#").strip().lstrip("=>∴→⇒ ").rstrip("。．！")
     is_short = 0 < len(whole) <= 100 and "\n" not in whole and not _OTHER_WORDS.search(whole)
     if is_short and not _PROSE.search(_COMMAND.sub("", whole)) and not _formulas(whole):
-        numbers = list(NUMBER.finditer(whole))
-        is_denied_number = bool(numbers) and is_denied(whole, numbers[-1].start(), numbers[-1].end())
+        numbers = list(prose.NUMBER.finditer(whole))
+        is_denied_number = bool(numbers) and denials.is_denied(whole, numbers[-1].start(), numbers[-1].end())
         return None if is_denied_number or re.fullmatch(r"[A-Z]+[0-9]+[A-Z]+", whole) else whole
-    if gave_up(text):
+    if denials.gave_up(text):
         return None
-    if none := concluded_none(text):
-        return yes["yes"] if (yes := YES_OR_NO.search(text, max(0, len(text) - 100))) else none
-    text = without_asides(text)
+    if none := denials.concluded_none(text):
+        return yes["yes"] if (yes := prose.YES_OR_NO.search(text, max(0, len(text) - 100))) else none
+    text = prose.without_asides(text)
     formulas = _formulas(text)
-    if not formulas and "**" in text[-50:] and (word := WORD_IN_BOLD.search(text, max(0, len(text) - 100))):
+    if not formulas and "**" in text[-50:] and (word := prose.WORD_IN_BOLD.search(text, max(0, len(text) - 100))):
         return word["bold"]
-    if formulas and is_taken_back(text, formulas[-1].start, formulas[-1].end):
-        if not NUMBER.search(text, formulas[-1].end):
+    if formulas and denials.is_taken_back(text, formulas[-1].start, formulas[-1].end):
+        if not prose.NUMBER.search(text, formulas[-1].end):
             text = text[: formulas[-1].start]
         formulas = formulas[:-1]
     near = max(0, text.rfind(" ", 0, max(0, len(text.rstrip(_NO_DIGITS)) - _LONGEST_NUMBER)), len(text) - _LAST_WORDS)
-    numbers = list(NUMBER.finditer(text, near))
+    numbers = list(prose.NUMBER.finditer(text, near))
     last_number = _last_outside(text, numbers, formulas)
     if last_number is None and near and (not formulas or formulas[-1].end < near):
-        numbers = list(NUMBER.finditer(text, max(0, len(text) - _LAST_WORDS)))
+        numbers = list(prose.NUMBER.finditer(text, max(0, len(text) - _LAST_WORDS)))
         last_number = _last_outside(text, numbers, formulas)
     if formulas and (last_number is None or formulas[-1].end >= last_number.end()):
         return _joined_formulas(text, formulas)
     if (
         last_number
         and text.rstrip()[-40:].split()[-1][:1].isupper()
-        and (name := NAME_AT_END.search(text, max(0, len(text) - 100)))
+        and (name := prose.NAME_AT_END.search(text, max(0, len(text) - 100)))
     ):
         return name["name"]
-    if last_number is not None and (several := several_at(text, last_number.end())):
+    if last_number is not None and (several := prose.several_at(text, last_number.end())):
         return several
-    if numbers and (said := said_at_end(text)):
+    if numbers and (said := prose.said_at_end(text)):
         return said
     if last_number is not None:
         last_number = _result(text) or last_number
         percent = _PERCENT.match(text, last_number.end())
         tail = _PART_OF_NUMBER.match(text, last_number.end())
-        after = tail.group() if tail else "%" if percent else unit_at(text, last_number.end())
+        after = tail.group() if tail else "%" if percent else prose.unit_at(text, last_number.end())
         return (last_number.group() + after).strip()
     said_choices = _CHOICE.finditer(text, max(0, len(text) - _LAST_WORDS))
-    choices = [choice for choice in said_choices if not is_denied(text, choice.start(), choice.end())]
+    choices = [choice for choice in said_choices if not denials.is_denied(text, choice.start(), choice.end())]
     if not choices:
-        return word_at_end(text)
+        return prose.word_at_end(text)
     start = choices[-1].start()
     return None if _CHOICE_BEFORE.search(text[max(0, start - 20) : start]) else choices[-1][choices[-1].lastgroup or 0]

@@ -1,7 +1,5 @@
 """Scores responses with a reward function of the user's, in processes of its own, and survives what it does."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import random
@@ -119,7 +117,6 @@ class FunctionReward(Budgeted):
     def _call_all(
         self, batches: Sequence[Sequence[int]], plain: Sequence[dict[str, Any]]
     ) -> list[list[list[Any]] | CallError]:
-        """The function's results for every batch, or why there are none."""
         self._num_hung_in_a_row = 0
         futures: list[Future[list[list[Any]] | CallError]] = [
             self._threads.submit(self._call, [plain[index] for index in batch]) for batch in batches

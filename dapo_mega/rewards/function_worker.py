@@ -5,8 +5,6 @@ that the trainer is gone. Batches arrive pickled, results leave as JSON. Standar
 function, which runs in a kept process (see `keeper`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -34,12 +32,7 @@ Function = Callable[[list[dict[str, Any]]], Any]
 
 
 def main(
-    requests_fd: int,
-    answers_fd: int,
-    lifeline_fd: int,
-    path: str,
-    memory_limit_mib: int,
-    settings: Mapping[str, Any],
+    requests_fd: int, answers_fd: int, lifeline_fd: int, path: str, memory_limit_mib: int, settings: Mapping[str, Any]
 ) -> None:
     """Serve until the trainer closes the pipe of requests."""
     keep(

@@ -4,8 +4,6 @@ Every decision is true, false or open. The same walk decides cheaply in the call
 algebra) and finally in a worker, with computer algebra at hand.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -102,7 +100,9 @@ class Grader:
             case (Union(), Items()) if b.is_list or b.is_set:
                 return self._unordered(_united(a), b.items)
             case (Matrix(), Matrix()):
-                return self._same_matrix(a, b)
+                if len(a.rows) != len(b.rows):
+                    return False
+                return _every(self._ordered(first, second) for first, second in zip(a.rows, b.rows, strict=True))
             case (Items(), Value()) if a.is_list:
                 return self._concluded(a, b)
             case (Items(), Value()) if len(a.items) == 1 and a.is_set:
@@ -167,7 +167,9 @@ class Grader:
                 return self._same_list(first, second)
             return self._ordered(first, second) if b.is_list and a.opening == "(" and a.closing == ")" else False
         if a.is_list:
-            return self._ordered_values(first, second) if (b.opening, b.closing) == ("(", ")") else False
+            names = _names(first)
+            in_order = len(names) < 2 or names == sorted(names)
+            return self._ordered(first, second) if in_order and (b.opening, b.closing) == ("(", ")") else False
         if (a.opening, a.closing) != (b.opening, b.closing):
             return False
         return self._ordered(first, second)
@@ -189,12 +191,6 @@ class Grader:
             )
         return self._ordered(first, second)
 
-    def _ordered_values(self, first: Sequence[Node], second: Sequence[Node]) -> bool | None:
-        names = _names(first)
-        if len(names) > 1 and names != sorted(names):
-            return False
-        return self._ordered(first, second)
-
     def _ordered(self, first: Sequence[Node], second: Sequence[Node]) -> bool | None:
         if len(first) != len(second):
             return False
@@ -213,11 +209,6 @@ class Grader:
             else:
                 return False
         return None if is_open else True
-
-    def _same_matrix(self, a: Matrix, b: Matrix) -> bool | None:
-        if len(a.rows) != len(b.rows):
-            return False
-        return _every(self._ordered(first, second) for first, second in zip(a.rows, b.rows, strict=True))
 
     def _same_ratio(self, a: Ratio, b: Ratio) -> bool | None:
         """Times of day where both may be such and one is a usual one (`4:30`, not `9:16`), else ratios."""

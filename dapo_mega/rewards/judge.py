@@ -1,11 +1,8 @@
 """A language model as judge, over any endpoint with OpenAI's chat completions."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +59,12 @@ class JudgeReward(Reward):
         self._endpoints = Endpoints(EndpointSettings.of(settings), read_completion, CHAT_PATH)
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
-        """One result per record, in order."""
         questions = [self._question(record) for record in records]
-        answers = iter(self._endpoints.post_all([each.body for each in questions if isinstance(each, _Question)]))
-        return [self._result(each, next(answers)) if isinstance(each, _Question) else each for each in questions]
+        answers = iter(self._endpoints.post_all([each[0] for each in questions if isinstance(each, tuple)]))
+        return [self._result(each[1], next(answers)) if isinstance(each, tuple) else each for each in questions]
 
-    def _question(self, record: RewardRecord) -> _Question | ScoringFailure:
+    def _question(self, record: RewardRecord) -> tuple[Mapping[str, Any], int] | ScoringFailure:
+        """The body of a request, and the number of the response's characters that the judge does not see."""
         settings = self._settings
         response, num_cut = shortened(record.whole_response, settings.max_response_characters)
         try:
@@ -79,9 +76,9 @@ class JudgeReward(Reward):
         if settings.system_prompt:
             messages.insert(0, {"role": "system", "content": settings.system_prompt})
         body = {"model": settings.model, "messages": messages, "temperature": 0, "max_tokens": settings.max_tokens}
-        return _Question({**body, **settings.extra_body}, num_cut)
+        return {**body, **settings.extra_body}, num_cut
 
-    def _result(self, question: _Question, answer: Completion | Unanswered) -> Score | ScoringFailure:
+    def _result(self, num_cut: int, answer: Completion | Unanswered) -> Score | ScoringFailure:
         if isinstance(answer, Unanswered):
             return ScoringFailure(answer.reason)
         if answer.cut_off:
@@ -92,7 +89,7 @@ class JudgeReward(Reward):
             return ScoringFailure(one_line(f"{error}; the judge's answer ends with {answer.text[-150:]!r}"))
         lowest, highest = self._settings.score_range
         threshold = self._settings.correct_from
-        parts = {"judge_score": score, "judge_cut_characters": float(question.num_cut)}
+        parts = {"judge_score": score, "judge_cut_characters": float(num_cut)}
         correct = None if threshold is None else score >= threshold
         return Score((score - lowest) / (highest - lowest), correct, parts)
 
@@ -111,27 +108,14 @@ class JudgeReward(Reward):
         return score
 
 
-@dataclass(frozen=True)
-class _Question:
-    """The body of a request, and the number of the response's characters that the judge does not see."""
-
-    body: Mapping[str, Any]
-    num_cut: int
-
-
 def filled(template: str, record: RewardRecord, response: str) -> str:
     """The template with its placeholders replaced, all at once: what stands in a text that is put in stays as it is.
 
     `{prompt}`, `{response}`, `{ground_truth}`, `{data_source}`, `{boundary}` and columns of the row. `{{` and `}}` are
     braces, and braces around anything but a name are left alone. Raises KeyError for a column that the row lacks.
     """
-    values: dict[str, Any] = {
-        "prompt": record.prompt,
-        "response": response,
-        "ground_truth": record.ground_truth,
-        "data_source": record.data_source,
-        "boundary": boundary(record.prompt, response),
-    }
+    values: dict[str, Any] = {"prompt": record.prompt, "response": response, "ground_truth": record.ground_truth}
+    values |= {"data_source": record.data_source, "boundary": boundary(record.prompt, response)}
 
     def value(name: str) -> str:
         if name in values:

@@ -5,8 +5,6 @@ With the standard library alone, as it is a script too, for programs, of which t
 descriptor of the lifeline, MiB of address space for each process, 0 for no limit, and the command.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -36,7 +34,11 @@ def keep(serve: Callable[[], None], lifeline_fd: int, *descriptors: int) -> None
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setpgid(0, 0)
         if os.getppid() == keeper:
-            _end_after(serve)
+            try:  # Without waiting for threads of the code.
+                serve()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
         os._exit(1)
     for descriptor in descriptors:
         os.close(descriptor)
@@ -76,15 +78,6 @@ def _kill_children() -> None:
 def _prctl(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _end_after(run: Callable[[], None]) -> None:
-    """End this process afterwards, without waiting for threads of the code."""
-    try:
-        run()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
 
 
 def _main(lifeline: str, limit_mib: str, *command: str) -> None:

@@ -5,8 +5,6 @@ the list `3, 5, 7`, everything but the last value of `x=7, y=2`), which would re
 articles and units go only where they are words, commas only where they group thousands.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Final
 
@@ -59,6 +57,7 @@ _REWRITES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
 )
 # The whole answer, or all that follows an equals sign: elsewhere commas separate.
 _THOUSANDS = re.compile(r"(?:^|=)\s*[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?$")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _CHOICE = re.compile(r"\(([A-Za-z])\)")
 _MEMBERSHIP = re.compile(r"[a-zA-Z]\s*\\in(?![a-zA-Z])")
 
@@ -80,19 +79,17 @@ def _unwrap_math(text: str) -> str:
     return next((piece for piece in inside if piece.strip()), "".join(pieces))
 
 
-def _unwrap_boxed(text: str) -> str:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return text
-    depth, opening = 0, start + len("\\boxed")
-    for position in range(opening, len(text)):
-        if text[position] == "{":
+def closing_brace(text: str, opening: int) -> int:
+    """Where the brace at `opening` closes; -1 if nowhere. Escaped braces do not count."""
+    depth = 0
+    for brace in _BRACES.finditer(text, opening):
+        if brace.group() == "{":
             depth += 1
-        elif text[position] == "}":
+        elif brace.group() == "}":
             depth -= 1
             if depth == 0:
-                return text[opening + 1 : position]
-    return text
+                return brace.start()
+    return -1
 
 
 def canonical_latex(text: str) -> str:
@@ -101,8 +98,10 @@ def canonical_latex(text: str) -> str:
     `\frac12` becomes `\frac{1}{2}`, `\sqrt3` becomes `\sqrt{3}`, `58,500 dollars` becomes `58500`.
     """
     text = text.translate(_CHARACTERS).strip().strip("*").strip()
-    text = _unwrap_boxed(_unwrap_math(text)).strip().strip("*")
-    text = text.rstrip().rstrip(".,;:")
+    text = _unwrap_math(text)
+    if (box := text.rfind("\\boxed{")) >= 0 and (close := closing_brace(text, box + len("\\boxed"))) >= 0:
+        text = text[box + len("\\boxed{") : close]
+    text = text.strip().strip("*").rstrip().rstrip(".,;:")
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = text.strip().rstrip(".,;:").strip('" ')

@@ -1,7 +1,5 @@
 """Exact values of plainly written numbers, so that the common comparisons need no computer algebra."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """A process that works for a reward or an environment, with a limit of time, and without anything that outlives it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -27,11 +25,8 @@ START_LIMIT_S: Final = 300.0
 """Seconds that a process may take to import what it needs."""
 
 _PROGRAM: Final = (
-    "import json, sys\n"
-    "arguments = json.loads(sys.argv[1])\n"
-    "sys.path[:] = arguments.pop('sys_path')\n"
-    "import importlib\n"
-    "importlib.import_module(arguments.pop('module')).main(**arguments)\n"
+    "import json, sys\narguments = json.loads(sys.argv[1])\nsys.path[:] = arguments.pop('sys_path')\nimport "
+    "importlib\nimportlib.import_module(arguments.pop('module')).main(**arguments)\n"
 )
 NUMBER: Final = struct.Struct("=Q")
 """The number of a request, which stands before its content and comes back in its answer as `number`."""
@@ -115,17 +110,11 @@ class WorkerProcess:
             return
         (requests, send), (receive, answers), (alive, lifeline) = os.pipe(), os.pipe(), os.pipe()
         os.set_blocking(send, False)
-        arguments = {
-            "sys_path": sys.path,
-            "requests_fd": requests,
-            "answers_fd": answers,
-            "lifeline_fd": alive,
-            **self._arguments,
-        }
+        pipes = {"requests_fd": requests, "answers_fd": answers, "lifeline_fd": alive}
         printed = self._output.write_fd if self._output else None
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
+                [sys.executable, "-c", _PROGRAM, json.dumps({"sys_path": sys.path, **pipes, **self._arguments})],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,

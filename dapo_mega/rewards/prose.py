@@ -1,7 +1,5 @@
 """What a sentence without formulas states at its end: numbers with their units, tuples, lists, expressions, a word."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import Final

@@ -4,8 +4,6 @@ A row's column `reasoning_gym` is the text of a Python literal, as scorers tell 
 answer, metadata}.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -20,19 +18,10 @@ except ImportError as error:
     raise InputError(f"reasoning-gym is absent; pip install 'dapo_mega[reasoning-gym]' ({error})") from error
 
 COLUMN: Final = "reasoning_gym"
-RUNS_ANSWERS: Final = frozenset(
-    (
-        "binary_matrix",
-        "countdown",
-        "intermediate_integration",
-        "n_queens",
-        "polynomial_multiplication",
-        "puzzle24",
-        "simple_integration",
-        "spiral_matrix",
-        "string_insertion",
-    )
-)
+RUNS_ANSWERS: Final = frozenset((
+    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+    "simple_integration", "spiral_matrix", "string_insertion",
+))  # fmt: skip
 """Generators of 0.1.25 whose scorers evaluate an answer as Python, with this process' rights."""
 
 

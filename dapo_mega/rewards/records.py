@@ -1,7 +1,5 @@
 """What a reward is given for one response, and what it returns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -69,17 +67,8 @@ class ScoringFailure:
 
 def plain_record(record: RewardRecord) -> dict[str, Any]:
     """A record as a user's function or server gets it, except that `token_ids` is still an array."""
-    return {
-        "prompt": record.prompt,
-        "messages": [dict(message) for message in record.messages],
-        "response": record.response,
-        "token_ids": record.token_ids,
-        "finish_reason": record.finish_reason,
-        "ground_truth": record.ground_truth,
-        "data_source": record.data_source,
-        "fields": dict(record.fields),
-        "opened_thought": record.opened_thought,
-    }
+    plain = {name: value for name, value in vars(record).items() if name not in ("request_id", "turns")}
+    return {**plain, "messages": [dict(message) for message in record.messages], "fields": dict(record.fields)}
 
 
 class Reward(Protocol):

@@ -6,8 +6,6 @@ number, or `{"score": number, "correct": bool or null, "parts": {name: number}, 
 `{"error": text}` for a record that could not be scored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +25,6 @@ class RemoteReward(Reward):
         self._endpoints = Endpoints(endpoints, _read_scores)
 
     def score(self, records: Sequence[RewardRecord]) -> list[Score | ScoringFailure]:
-        """One result per record, in order."""
         size = self._batch_size
         batches = [records[start : start + size] for start in range(0, len(records), size)]
         answers = self._endpoints.post_all(

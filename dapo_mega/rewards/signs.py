@@ -1,7 +1,5 @@
 """One spelling for each sign of an answer: symbols, commands of LaTeX, words that stand for signs."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from fractions import Fraction

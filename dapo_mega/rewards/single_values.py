@@ -1,7 +1,5 @@
 """Reads a single value: a number or expression, with its unit, percent sign and the words around it."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from typing import Final
@@ -103,15 +101,10 @@ def single_value(text: str, depth: int) -> Value | None:
     if numeral is None and (single := _single_amount(core, depth)) is not None:
         return single
     is_word = key.isalpha() and (len(key) >= 4 or "\\text" in text or key.casefold() in ("yes", "no"))
-    return Value(
-        canonical,
-        key,
-        numeral,
-        is_percent,
-        unit,
-        is_word or (" " in canonical and _is_prose(canonical)),
-        base=named_base,
+    is_prose = (
+        " " in canonical and "\\" not in canonical and len(re.findall(r"(?<![a-zA-Z])[a-zA-Z]{3,}", canonical)) >= 2
     )
+    return Value(canonical, key, numeral, is_percent, unit, is_word or is_prose, base=named_base)
 
 
 def _in_digits(text: str) -> str:
@@ -160,10 +153,6 @@ def _base_name(name: str) -> str | None:
     if name.isdecimal():
         return name
     return _BASES.get(name) or (str(_NUMBER_WORDS.index(name)) if name in _NUMBER_WORDS else None)
-
-
-def _is_prose(text: str) -> bool:
-    return len(re.findall(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}", text)) >= 2 and "\\" not in text
 
 
 def _unit(text: str) -> tuple[str, int, Unit | None]:

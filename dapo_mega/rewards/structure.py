@@ -4,8 +4,6 @@ Reading is a matter of spelling alone and takes at most quadratic time in the le
 bounds. A text that has more than one sensible reading (`1,5` is a decimal to some and a list to others) is given all.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Final
@@ -88,7 +86,9 @@ def _read(text: str, depth: int) -> Node | None:
     if depth > MAX_NESTING or not any(character.isalnum() for character in text):
         return None
     # Braces that are not escaped show nothing: `{1, 3}` is read as `1, 3`.
-    text = _without_braces(text)
+    while text.startswith("{") and text.endswith("}") and not text.endswith("\\}") and _closes(text) == len(text) - 1:
+        text = text[1:-1].strip()
+    text = text[1:].strip() if text.startswith("{") and _closes(text) < 0 else text
     for separators in (";", ","):
         parts = [part for part in _split(text, separators) if part.strip()]
         if len(parts) > 1:
@@ -101,9 +101,13 @@ def _read(text: str, depth: int) -> Node | None:
     if bracketed := _bracketed(text, depth):
         return bracketed
     if (matrix := _MATRIX.fullmatch(text)) is not None and "\\begin" not in matrix[2]:
-        return _matrix(matrix[2], depth)
+        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\hline", matrix[2]) if row.strip()]
+        read = tuple(cells for row in rows if (cells := _read_all(row.split("&"), depth)))
+        return Matrix(read) if read and len(read) == len(rows) else None
     if _BOTH_SIGNS.search(text):
-        return _both_signs(text, depth)
+        upper = re.sub(r"\\mp(?![a-zA-Z])", "-", re.sub(r"\\pm(?![a-zA-Z])", "+", text))
+        lower = re.sub(r"\\mp(?![a-zA-Z])", "+", re.sub(r"\\pm(?![a-zA-Z])", "-", text))
+        return _list([upper.lstrip("+ "), lower.lstrip("+ ")], depth)
     return _choice(text, depth) or _ratio(text, depth) or single_value(text, depth)
 
 
@@ -111,12 +115,6 @@ def _read_all(parts: list[str], depth: int) -> tuple[Node, ...] | None:
     """What each of the parts is; None if one of them is nothing."""
     read = tuple(node for part in parts if (node := _read(part, depth + 1)) is not None)
     return read if len(read) == len(parts) else None
-
-
-def _without_braces(text: str) -> str:
-    while text.startswith("{") and text.endswith("}") and not text.endswith("\\}") and _closes(text) == len(text) - 1:
-        text = text[1:-1].strip()
-    return text[1:].strip() if text.startswith("{") and _closes(text) < 0 else text
 
 
 def _closes(text: str) -> int:
@@ -204,18 +202,6 @@ def _bracketed(text: str, depth: int) -> Node | None:
     if items and len(rows) == len(items) and (opening, closing) == ("[", "]"):
         return Matrix(tuple(rows))
     return Items(opening, closing, items) if items else None
-
-
-def _matrix(body: str, depth: int) -> Node | None:
-    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\hline", body) if row.strip()]
-    read = tuple(cells for row in rows if (cells := _read_all(row.split("&"), depth)))
-    return Matrix(read) if read and len(read) == len(rows) else None
-
-
-def _both_signs(text: str, depth: int) -> Node | None:
-    upper = re.sub(r"\\mp(?![a-zA-Z])", "-", re.sub(r"\\pm(?![a-zA-Z])", "+", text))
-    lower = re.sub(r"\\mp(?![a-zA-Z])", "+", re.sub(r"\\pm(?![a-zA-Z])", "-", text))
-    return _list([upper.lstrip("+ "), lower.lstrip("+ ")], depth)
 
 
 def _relation(text: str, signs: list[re.Match[str]], depth: int) -> Node | None:

@@ -3,8 +3,6 @@
 Everything that reads tags asks here, with the tag that the prompt has opened in front of the response.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final

@@ -1,7 +1,5 @@
 """Tries a reward on one record before a run begins, so that a mistake is one line and not a lost hour."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +13,7 @@ _NUM_TOKENS = 16
 
 
 def made_up_record(
-    problem: str,
-    messages: Sequence[Mapping[str, str]],
-    ground_truth: str,
-    data_source: str,
-    fields: Mapping[str, Any],
+    problem: str, messages: Sequence[Mapping[str, str]], ground_truth: str, data_source: str, fields: Mapping[str, Any]
 ) -> RewardRecord:
     """A record of a real row with a made-up response, which gives the right answer in two of the usual ways."""
     return RewardRecord(

@@ -1,7 +1,5 @@
 """Units of measurement that answers carry, so that 5 m is 500 cm and neither 5 cm nor 5 m/s."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Verifies batches of answers: cheap cases in this process, computer algebra in processes with hard limits."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -3,8 +3,6 @@
 The kernel ends the child when a comparison has used up its processor time; the next child is there at once.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import mmap
@@ -12,7 +10,6 @@ import os
 import pickle
 import resource
 import signal
-import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -30,7 +27,7 @@ def main(
     requests_fd: int, answers_fd: int, lifeline_fd: int, trainer: int, compare: str, memory_limit_mib: int
 ) -> None:
     """Serve until the trainer closes the pipe of requests. `compare` is a pickled function, in base64."""
-    _end_with(trainer)
+    end_with_parent(trainer)
     os.close(lifeline_fd)
     # No answer's time pays for the imports and for the first parse.
     from dapo_mega.rewards.algebra import latex_equal
@@ -43,7 +40,7 @@ def main(
     while True:
         child = os.fork()
         if not child:
-            _end_with(own_pid)
+            end_with_parent(own_pid)
             limit_memory(memory_limit_mib)
             _serve(requests_fd, answers_fd, function, is_busy)
             os._exit(0)
@@ -75,15 +72,8 @@ def _serve(requests: int, answers: int, compare: Compare, is_busy: mmap.mmap) ->
         write_frame(answers, {"outcome": outcome, "number": NUMBER.unpack_from(request)[0]})
 
 
-def _end_with(parent: int) -> None:
-    if sys.platform == "linux":
-        end_with_parent(parent)
-
-
 def limit_memory(memory_limit_mib: int) -> None:
-    """Cap the address space at what is mapped now plus the limit, where the platform can (Linux)."""
-    if sys.platform != "linux":
-        return
+    """Cap the address space at what is mapped now plus the limit."""
     limit = mapped_bytes() + memory_limit_mib * 2**20
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:

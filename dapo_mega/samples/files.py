@@ -4,8 +4,6 @@
 step 10. A file gets its name when all of it is on disk.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

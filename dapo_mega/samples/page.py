@@ -5,14 +5,12 @@ page's script puts texts into text nodes only. A content security policy admits 
 their hashes and nothing else.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -26,12 +24,12 @@ import pyarrow.parquet as pq
 
 from dapo_mega import trajectory_records
 from dapo_mega.atomic_files import replace_file
+from dapo_mega.environments.markup import ENDS, THINK, read_markup
 from dapo_mega.errors import InputError
-from dapo_mega.samples.blocks import blocks_of
 from dapo_mega.samples.files import StoredFile
 from dapo_mega.samples.table import account_of
 from dapo_mega.trajectory_records import columns_of
-from dapo_mega.types import STOP_REASONS
+from dapo_mega.types import STOP_REASONS, sampled_rows
 
 PageValues = dict[str, Any]
 
@@ -140,7 +138,7 @@ def write_page(
                 "stops": dict(STOP_REASONS),
             }
         ),
-        "rows": _json(_joined(rows)),
+        "rows": _json({name: [value for part in rows for value in part[name]] for name in (rows[0] if rows else ())}),
         "texts": _json(texts),
         "prompts": _json([dict(zip(("index", "text", "truth"), key, strict=False)) for key in tables.prompts]),
         "pieces": _json(list(tables.pieces)),
@@ -237,11 +235,6 @@ def _largest_differences(values: _TokenValues) -> list[float | None]:
     ]
 
 
-def _joined(parts: Sequence[PageValues]) -> PageValues:
-    names = parts[0] if parts else {}
-    return {name: [value for part in parts for value in part[name]] for name in names}
-
-
 def _token_values(table: pa.Table) -> _TokenValues:
     # Those that were observed included.
     lengths = np.asarray(pc.list_value_length(table["token_ids"]).to_numpy(), np.int64)
@@ -279,3 +272,46 @@ def _quantized(values: npt.NDArray[np.float32], scale: float) -> npt.NDArray[np.
     scaled = np.clip(np.nan_to_num(values, nan=0.0) * scale, _ABSENT + 1, -_ABSENT - 1).round().astype(np.int16)
     scaled[np.isnan(values)] = _ABSENT
     return scaled
+
+
+Block = dict[str, Any]
+_COLUMNS = ("sampled", "turns", "segments", "stop")
+
+
+def blocks_of(table: pa.Table) -> list[list[Block] | None]:
+    """The blocks that the tokens of each row are shown in, in their order; None for a single answer.
+
+    `kind` is `turn`, `observed`, or `rewritten` for an observed history that begins a new piece; `end` is the row of
+    the trajectory up to which it goes, exclusive. A turn has its `finish_reason`, `parts`, and `calls` as `read_markup`
+    finds them in its text.
+    """
+    if not set(_COLUMNS) & set(table.column_names):
+        return [None] * len(table)
+    columns = [table[name] if name in table.column_names else [None] * len(table) for name in _COLUMNS]
+    return [_blocks(*row) for row in zip(table["tokens"], *columns, strict=True)]
+
+
+def _blocks(tokens: pa.ListScalar, *columns: pa.Scalar | None) -> list[Block] | None:
+    texts = tokens.values
+    mask, (turns, segments, stop) = columns[0], [column and column.as_py() for column in columns[1:]]
+    sampled = np.ones(len(texts), bool) if mask is None else mask.values.to_numpy(zero_copy_only=False)
+    if len(turns or [0]) == len(segments or [0]) == 1 and not stop and sampled.all():
+        return None
+    return list(_cut(texts, sampled, turns or [], (segments or [0])[:-1]))
+
+
+def _cut(
+    texts: pa.StringArray, sampled: npt.NDArray[np.bool_], turns: Sequence[Block], new_pieces: Sequence[int]
+) -> Iterator[Block]:
+    begin = 0
+    for turn in turns:
+        start = sampled_rows(sampled, begin, turn["end"]).start
+        if start > begin:
+            yield {"kind": "rewritten" if begin in new_pieces else "observed", "end": start}
+        begin = turn["end"]
+        text = "".join(texts[start : begin - (turn["finish_reason"] == "stop")].to_pylist())  # Not the stop token.
+        is_thought = ENDS[THINK] in text.partition(THINK)[0]  # The template had opened it.
+        calls = read_markup(THINK * is_thought + text).calls
+        yield {"kind": "turn", **turn, "parts": json.loads(turn["parts"]), "calls": calls}
+    if begin < len(sampled):  # Where it stopped before the next turn.
+        yield {"kind": "observed", "end": len(sampled)}

@@ -1,7 +1,5 @@
 """The text of single tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads a step's groups back from its file, as they were trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,23 +49,13 @@ def read_step(path: Path) -> RecordedStep:
     members: dict[int, list[dict[str, Any]]] = {}
     for row in trained:
         members.setdefault(row["group"], []).append(row)
-    groups = tuple(
-        Group(_prompt(found[0]), tuple(trajectory_of(row) for row in found), greedy.get(group))
-        for group, found in members.items()
-    )
-    return RecordedStep(account, groups, tuple(_sample(row) for row in trained))
-
-
-def _prompt(row: Mapping[str, Any]) -> Prompt:
-    token_ids = np.array(row["prompt_ids"], np.int32)
-    return Prompt(row["prompt_index"], row["prompt"] or "", token_ids, row["ground_truth"] or "")
-
-
-def _sample(row: Mapping[str, Any]) -> RecordedSample:
-    updated = row["update_logprobs"]
-    return RecordedSample(
-        row["request_id"],
-        np.array(row["trainer_logprobs"], np.float32),
-        None if updated is None else np.array(updated, np.float32),
-        row["advantage"],
-    )
+    groups, samples = [], []
+    for group, found in members.items():
+        row, token_ids = found[0], np.array(found[0]["prompt_ids"], np.int32)
+        prompt = Prompt(row["prompt_index"], row["prompt"] or "", token_ids, row["ground_truth"] or "")
+        groups.append(Group(prompt, tuple(map(trajectory_of, found)), greedy.get(group)))
+    for row in trained:
+        updated = None if row["update_logprobs"] is None else np.array(row["update_logprobs"], np.float32)
+        trainer = np.array(row["trainer_logprobs"], np.float32)
+        samples.append(RecordedSample(row["request_id"], trainer, updated, row["advantage"]))
+    return RecordedStep(account, tuple(groups), tuple(samples))

@@ -1,7 +1,5 @@
 """Writes the samples of a run, on rank 0, in a thread that training does not wait for."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import traceback

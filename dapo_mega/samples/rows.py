@@ -1,7 +1,5 @@
 """The rows of a file: one response each, with all that is known about it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Every column has the same type in every file, so that `datasets` joins any of them. README.md describes each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,10 +4,9 @@ Each process has some runs of consecutive tokens of some samples: data paralleli
 cuts them. A process sends the place of each run and the values of its tokens, so 4 bytes per token and value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +25,12 @@ class TokenRuns:
     places: npt.NDArray[np.int32]
     values: Floats
 
-    def only(self, samples: Sequence[int] | None) -> TokenRuns:
+    def only(self, samples: Sequence[int] | None) -> Self:
         """The runs of these samples; None: all."""
         if samples is None:
             return self
         keep = np.isin(self.places[:, 0], samples)
-        return TokenRuns(self.places[keep], np.ascontiguousarray(self.values[:, np.repeat(keep, self.places[:, 2])]))
+        return type(self)(self.places[keep], np.ascontiguousarray(self.values[:, np.repeat(keep, self.places[:, 2])]))
 
 
 def runs_of(batches: Sequence[MicroBatch], columns: Sequence[Sequence[Tensor]]) -> TokenRuns:

@@ -1,7 +1,5 @@
 """Simulates the most promising divisions of GPUs between trainer and engines, each in the schedule that suits it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Engines that decode in simulated time: as fast as a stated GPU, and no response has any contents."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import math
@@ -17,7 +15,6 @@ from dapo_mega.errors import InputError
 from dapo_mega.metrics.timeline import Load, LoadHistory
 from dapo_mega.metrics.timeline.load import segments_each
 from dapo_mega.planning.step_time import DecodingSpeed
-from dapo_mega.simulation.failures import FailureTimes
 from dapo_mega.types import GenerationRequest, Response
 
 _MOST_FAILURES = 200
@@ -28,7 +25,7 @@ class _Work(Generation):
     """A response, waiting or being decoded by the engine `number`, which had decoded `began` tokens of each response
     when this one's first was to come; `spans` are (version, end) of the tokens before the last update."""
 
-    def __init__(self, request: GenerationRequest, length: int, engines: SimulatedEngines) -> None:
+    def __init__(self, request: GenerationRequest, length: int, engines: "SimulatedEngines") -> None:
         super().__init__(request, asyncio.get_running_loop())
         self.length = length
         self.number: int | None = None
@@ -103,7 +100,7 @@ class SimulatedEngines(RolloutEngine):
         num_engines: int,
         speed: DecodingSpeed,
         length_of: Callable[[GenerationRequest], int],
-        failures: FailureTimes | None = None,
+        failures: "FailureTimes | None" = None,
     ) -> None:
         self.clock = 0.0
         self.version = 0
@@ -223,7 +220,6 @@ class SimulatedEngines(RolloutEngine):
             self._next_ends[number] = engine.next_end()
 
     def _leave(self, number: int) -> None:
-        """One response less on the engine, from now on."""
         engine = self._engines[number]
         engine.advance(self.clock)
         engine.history.change(self.clock, -1)
@@ -291,3 +287,47 @@ class SimulatedEngines(RolloutEngine):
         engine.clock = self.clock + seconds
         engine.away = engine.is_outdated = False
         self._room[number] = float(-engine.speed.places)
+
+
+class FailureTimes:
+    """The failures and returns of `num_engines` engines in the order of their times, in seconds."""
+
+    def __init__(
+        self,
+        num_engines: int,
+        per_hour: float = 0.0,
+        restart_s: float = 0.0,
+        weights_s: float = 0.0,
+        *,
+        keeps_parts: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """Each engine dies `per_hour` times in an hour of work, at random, and answers again after `restart_s` seconds;
+        the weights that it then needs take `weights_s`. With `keeps_parts` a response loses what its engine decoded
+        since the last update, else everything."""
+        self.weights_s = weights_s
+        self.keeps_parts = keeps_parts
+        self._per_hour = per_hour
+        self._restart_s = restart_s
+        self._random = np.random.default_rng((seed, 2))
+        self._is_down = [False] * num_engines
+        self._times = [(self.until_failure(), number) for number in range(num_engines)]
+        heapq.heapify(self._times)
+
+    @property
+    def next_at(self) -> float:
+        """When the next engine fails or returns; infinity if none ever does."""
+        return self._times[0][0]
+
+    def pop(self, now: float) -> tuple[float, int, bool]:
+        """(time, engine, whether it fails) of the next failure or return. What follows it is counted from then, or from
+        `now` if that is later."""
+        time, number = heapq.heappop(self._times)
+        self._is_down[number] = not self._is_down[number]
+        lasts = self._restart_s if self._is_down[number] else self.until_failure()
+        heapq.heappush(self._times, (max(time, now) + lasts, number))
+        return time, number, self._is_down[number]
+
+    def until_failure(self) -> float:
+        """Seconds that an engine works, drawn at random."""
+        return float(self._random.exponential(3600 / self._per_hour)) if self._per_hour else math.inf

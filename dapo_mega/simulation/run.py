@@ -1,24 +1,24 @@
 """Simulates the steps of a run: when its engines and its trainer work, and when they wait for each other."""
 
-from __future__ import annotations
-
+import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from dapo_mega.config import RunConfig
+from dapo_mega.engines.lockstep import LockstepLoop
 from dapo_mega.metrics.timeline import Activity, StepTimeline
 from dapo_mega.planning.step_time import DecodingSpeed
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer, ScoringCounts
-from dapo_mega.simulation.engines import SimulatedEngines
-from dapo_mega.simulation.failures import FailureTimes
-from dapo_mega.simulation.loop import VirtualTimeLoop
+from dapo_mega.simulation.engines import FailureTimes, SimulatedEngines
 from dapo_mega.types import Prompt, ScoredTrajectory, Trajectory
 
 _NUM_DRAWS = 1 << 16
@@ -181,3 +181,35 @@ class _Scorer(ResponseScorer):
             for prompt, trajectory in asked
             for correct in (self._is_mixed[prompt.index] and trajectory.id % 2 == 0,)
         ]
+
+
+T = TypeVar("T")
+
+
+class VirtualTimeLoop(LockstepLoop):
+    """Its time is the clock of simulated engines. What would run beside it is done at once and takes no time."""
+
+    def __init__(self, engines: SimulatedEngines) -> None:
+        self._engines = engines
+        super().__init__(lambda: engines.go_on(math.inf))
+
+    def time(self) -> float:
+        """The engines' clock, in seconds."""
+        return self._engines.clock
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _when_all_wait(self, timeout: float | None) -> float:
+        if timeout is None:
+            return super()._when_all_wait(None)
+        # A little later than the timer, as one that a rounded sum falls short of would never end.
+        self._engines.go_on((self.time() + timeout) * (1 + 2**-50))
+        return 0.0

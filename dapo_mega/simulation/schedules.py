@@ -1,7 +1,5 @@
 """Compares the schedules of a planned run: steps per hour, and who waits for whom."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 A new kind: a section with a `kind` of its own here, a line in `Component`, and its maker in `dapo_mega.rewards.build`.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, get_args
 
 from pydantic import Field
@@ -20,24 +18,14 @@ from dapo_mega.config.components.built_in import (
     R1FormatComponent,
     RepetitionComponent,
 )
-from dapo_mega.config.components.code import CodeComponent
-from dapo_mega.config.components.function import FunctionComponent
+from dapo_mega.config.components.code import CodeComponent, FunctionComponent
 from dapo_mega.config.components.servers import JudgeComponent, RemoteComponent, ServerComponent
 
 Component = Annotated[
-    AnswerComponent
-    | R1FormatComponent
-    | LanguageComponent
-    | RepetitionComponent
-    | LengthDapoComponent
-    | LengthKimiComponent
-    | FunctionComponent
-    | EnvironmentComponent
-    | JudgeComponent
-    | RemoteComponent
-    | CodeComponent,
+    AnswerComponent | R1FormatComponent | LanguageComponent | RepetitionComponent | LengthDapoComponent
+    | LengthKimiComponent | FunctionComponent | EnvironmentComponent | JudgeComponent | RemoteComponent | CodeComponent,
     Field(discriminator="kind"),
-]
+]  # fmt: skip
 """One component of a reward, of any kind."""
 
 KINDS: dict[str, type[ComponentConfig]] = {

@@ -1,7 +1,5 @@
 """What all components of a reward have in common."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator

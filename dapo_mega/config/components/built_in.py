@@ -1,8 +1,6 @@
 """Rewards that are computed from the response alone, or from it and the ground truth."""
 
-from __future__ import annotations
-
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -44,7 +42,7 @@ class AnswerComponent(ComponentConfig):
     reads_answers: ClassVar[bool] = True
 
     @model_validator(mode="after")
-    def _check(self) -> AnswerComponent:
+    def _check(self) -> Self:
         check_values(self.correct, self.incorrect)
         return self
 
@@ -115,7 +113,7 @@ class LengthKimiComponent(ComponentConfig):
     shapes_length: ClassVar[bool] = True
 
     @model_validator(mode="after")
-    def _check(self) -> LengthKimiComponent:
+    def _check(self) -> Self:
         check_phase_in(self.phase_in)
         return self
 

@@ -1,13 +1,25 @@
-"""Unit tests of Python solutions as a reward."""
+"""Rewards by running code: a function of the user's own, and unit tests of Python solutions."""
 
-from __future__ import annotations
-
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from dapo_mega.config.base import FREE
 from dapo_mega.config.components.base import ComponentConfig, CorrectnessOf
+from dapo_mega.declared import FunctionPath
+
+
+class FunctionComponent(ComponentConfig):
+    """A function of your own in a file or an installed module. It says what it scores, and may say what is correct."""
+
+    kind: Literal["function"] = "function"
+    path: FunctionPath
+    """As reward.function. A class is made once in each process, and then called."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function, beside the records."""
+
+    gives_correctness: ClassVar[CorrectnessOf] = "maybe"
+    may_be_penalty: ClassVar[bool] = True
 
 
 class CodeComponent(ComponentConfig):
@@ -45,7 +57,7 @@ class CodeComponent(ComponentConfig):
     gives_correctness: ClassVar[CorrectnessOf] = "always"
 
     @model_validator(mode="after")
-    def _check(self) -> CodeComponent:
+    def _check(self) -> Self:
         if not self.allow_code:
             raise ValueError(
                 "a reward of kind code runs programs that the model wrote on this machine; read "

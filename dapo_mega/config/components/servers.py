@@ -1,10 +1,8 @@
 """Rewards that servers compute: a language model as judge, or a server of the user's own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -76,7 +74,7 @@ class ServerComponent(ComponentConfig):
         return given
 
     @model_validator(mode="after")
-    def _check_key(self) -> ServerComponent:
+    def _check_key(self) -> Self:
         if self.api_key_env and self.api_key_file:
             raise ValueError("a reward has api_key_env and api_key_file; keep one")
         return self
@@ -129,7 +127,7 @@ class JudgeComponent(ServerComponent):
     gives_correctness: ClassVar[CorrectnessOf] = "maybe"
 
     @model_validator(mode="after")
-    def _check(self) -> JudgeComponent:
+    def _check(self) -> Self:
         if self.template and self.template_file:
             raise ValueError("a judge has template and template_file; keep one")
         if self.template_file and not Path(self.template_file).is_file():

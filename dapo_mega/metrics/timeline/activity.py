@@ -1,7 +1,5 @@
 """Collects what the trainer does while it works."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

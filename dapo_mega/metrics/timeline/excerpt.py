@@ -1,7 +1,5 @@
 """The part of a recorded timeline that some steps cover."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

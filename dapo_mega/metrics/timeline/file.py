@@ -8,8 +8,6 @@ All times are whole microseconds, so that what adjoins does so exactly: `start` 
 last step the same step has a second object, with the checkpoint that follows.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

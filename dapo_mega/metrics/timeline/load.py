@@ -1,7 +1,5 @@
 """How many things of one kind are open over time, in a bounded number of segments."""
 
-from __future__ import annotations
-
 from dapo_mega.metrics.timeline.records import Load
 
 _MOST_SEGMENTS, _LEAST_SEGMENTS, _SEGMENTS_OF_ALL = 16, 4, 512

@@ -1,7 +1,5 @@
 """Draws a timeline: a lane for the trainer's stages, the weights and everything else, and one for each engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -23,7 +21,7 @@ _STAGES = ("rollout", "pack", "score", "update", "samples", "weight_sync", "eval
 _HEIGHT = 0.8
 
 
-def timeline_figure(excerpt: Excerpt, title: str) -> Figure:
+def timeline_figure(excerpt: Excerpt, title: str) -> "Figure":
     """The picture, with seconds since the excerpt's start from left to right and the lanes' names at the left. Dashed
     lines separate the steps. How many requests an engine has open is its shade."""
     engines = excerpt.engines
@@ -66,7 +64,7 @@ def summed(engines: Mapping[str, Sequence[Load]]) -> list[Load]:
     return found
 
 
-def _draw_stages(axes: Axes, spans: Sequence[Span], start: float) -> None:
+def _draw_stages(axes: "Axes", spans: Sequence[Span], start: float) -> None:
     names = [name for name in _STAGES if any(span.name == name for span in spans)]
     names += sorted({span.name for span in spans} - set(names))
     for name in names:
@@ -77,14 +75,16 @@ def _draw_stages(axes: Axes, spans: Sequence[Span], start: float) -> None:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize="small")
 
 
-def _draw_bars(axes: Axes, row: int, spans: Sequence[Span], start: float, color: str, label: str | None = None) -> None:
+def _draw_bars(
+    axes: "Axes", row: int, spans: Sequence[Span], start: float, color: str, label: str | None = None
+) -> None:
     bars = [(span.start - start, span.end - span.start) for span in spans]
     axes.broken_barh(
         bars, (row - _HEIGHT / 2, _HEIGHT), facecolors=color, edgecolor="white", linewidth=0.3, label=label
     )
 
 
-def _draw_loads(axes: Axes, rows: Mapping[int, Sequence[Load]], start: float, color_map: str, label: str) -> None:
+def _draw_loads(axes: "Axes", rows: Mapping[int, Sequence[Load]], start: float, color_map: str, label: str) -> None:
     """One lane for each row, all with one scale of shades."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize

@@ -1,7 +1,5 @@
 """What is recorded of a step's time: work with a name, and how much of something was open."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

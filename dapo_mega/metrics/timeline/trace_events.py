@@ -4,8 +4,6 @@ The format is Chrome's "Trace Event Format": complete events (ph X) with `ts` an
 C), and metadata (ph M) that names processes and threads.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A run in MLflow."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """What a tracker's process is told, as JSON lines: first the run, then a record per step."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

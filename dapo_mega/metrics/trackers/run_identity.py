@@ -1,7 +1,5 @@
 """The identity of a run over all its starts, and how far a tracker has come: files in `output_dir/tracking`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import uuid

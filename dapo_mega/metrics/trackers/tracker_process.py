@@ -4,8 +4,6 @@ It tells the trainer on standard output, once, if something fails, and where the
 package prints goes to the log, which is standard error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib
@@ -139,13 +137,9 @@ class Service:
         except Exception as error:  # Of a foreign package: anything.
             traceback.print_exc()
             if not self._has_told:
-                self._tell(failure=_one_line(error))
+                text = " ".join(str(without_credentials(str(error))).split())
+                self._tell(failure=f"{type(error).__name__}: {text[:300]}")
             self._has_told = True
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(without_credentials(str(error))).split())
-    return f"{type(error).__name__}: {text[:300]}"
 
 
 def _lines(trainer: int) -> Iterator[bytes]:

@@ -1,7 +1,5 @@
 """A run in Trackio."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run in Weights & Biases."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The trainer's side of a sandbox: starts it, tries out what it holds back, gives it solutions and their tests."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -98,7 +96,10 @@ class Sandbox:
         try:
             answer = self._receive(time.monotonic() + _START_LIMIT_S)
         except SandboxError as error:
-            raise SandboxError(f"{error}: {self._last_line()}") from None
+            assert self._process.stderr
+            lines = self._process.stderr.read().decode(errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+            raise SandboxError(f"{error}: {last}") from None
         if "error" in answer:
             self.close()
             raise SandboxError(answer["error"])
@@ -116,8 +117,7 @@ class Sandbox:
     def solution(self, code: str) -> Iterator[RunTest]:
         """Runs tests of one solution, each in a fresh process. SandboxError ends the sandbox."""
         deadline = time.monotonic() + _GRACE_S
-        self._send_bytes(JOB, deadline)
-        self._send({"code": code}, deadline)
+        self._send({"code": code}, deadline, JOB)
         try:
             yield self._run
         finally:
@@ -147,17 +147,10 @@ class Sandbox:
             self._send(tests, deadline)
         return self._receive(deadline)
 
-    def _send(self, message: Any, deadline: float) -> None:
+    def _send(self, message: Any, deadline: float, before: bytes = b"") -> None:
         try:
-            content = framed(message)
-        except FrameError as error:
-            raise self._ended(error) from None
-        self._send_bytes(content, deadline)
-
-    def _send_bytes(self, content: bytes, deadline: float) -> None:
-        try:
-            send_before(deadline, self._to, content)
-        except OSError as error:
+            send_before(deadline, self._to, before + framed(message))
+        except (OSError, FrameError) as error:
             raise self._ended(error) from None
 
     def _receive(self, deadline: float) -> dict[str, Any]:
@@ -171,18 +164,10 @@ class Sandbox:
     def _ended(self, error: Exception) -> SandboxError:
         self._process.kill()
         self._process.wait()
-        return SandboxError(_reason(error), hung=isinstance(error, TimeoutError))
-
-    def _last_line(self) -> str:
-        assert self._process.stderr
-        lines = self._process.stderr.read().decode(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "the sandbox did not answer in time"
-    return f"a message to or from the sandbox failed: {error}" if isinstance(error, FrameError) else "the sandbox ended"
+        if isinstance(error, TimeoutError):
+            return SandboxError("the sandbox did not answer in time", hung=True)
+        is_message = isinstance(error, FrameError)
+        return SandboxError(f"a message to or from the sandbox failed: {error}" if is_message else "the sandbox ended")
 
 
 def start_sandbox(number: int, limits: SandboxLimits, isolation: Isolation | None = None) -> Sandbox:

@@ -1,7 +1,5 @@
 """Messages between the sandbox's processes: JSON with its length before it, on file descriptors, never read ahead."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

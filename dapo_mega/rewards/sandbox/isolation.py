@@ -1,7 +1,5 @@
 """Takes a process away from the machine: namespaces with a file system of their own, limits, no rights."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -3,8 +3,6 @@
 A number of a class with an own `__eq__`, for instance, arrives as the number alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from decimal import Decimal
@@ -72,11 +70,7 @@ def decode(value: Any, other: Encode) -> Any:
 
 _COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _SCALARS: dict[str, Callable[[str], Any]] = {
-    "int": lambda text: int(text, 16),
-    "float": float,
-    "bytes": bytes.fromhex,
-    "bytearray": bytearray.fromhex,
-    "complex": complex,
+    "int": lambda text: int(text, 16), "float": float, "complex": complex, "Decimal": Decimal,
+    "bytes": bytes.fromhex, "bytearray": bytearray.fromhex,
     "Fraction": lambda text: Fraction(*map(int, text.split("/"))),
-    "Decimal": Decimal,
-}
+}  # fmt: skip

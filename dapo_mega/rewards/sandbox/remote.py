@@ -5,8 +5,6 @@ test X cannot be calculated with one, as the solution would otherwise be told th
 verdict. Two objects of the solution are compared by the solution.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import itertools
@@ -21,25 +19,12 @@ from .plain import decode, encode
 _MAX_ERROR_CHARACTERS = 500
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "attribute": getattr,
-    "set attribute": setattr,
-    "item": operator.getitem,
-    "set item": operator.setitem,
-    "delete item": operator.delitem,
-    "length": len,
-    "iterate": iter,
-    "next": next,
-    "text": str,
-    "repr": repr,
-    "truth": bool,
-    "absolute": abs,
-    "equal": operator.eq,
-    "less": operator.lt,
-    "less or equal": operator.le,
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-}
+    "attribute": getattr, "set attribute": setattr,
+    "item": operator.getitem, "set item": operator.setitem, "delete item": operator.delitem,
+    "length": len, "iterate": iter, "next": next, "text": str, "repr": repr, "truth": bool, "absolute": abs,
+    "equal": operator.eq, "less": operator.lt, "less or equal": operator.le,
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
+}  # fmt: skip
 _READING = frozenset(_OPERATIONS) - {"set item", "delete item", "set attribute"}
 # Methods of plain data that give a verdict on their argument.
 _VERDICTS = frozenset(
@@ -158,7 +143,7 @@ def serving_calls(reading: int, writing: int) -> Peer:
 def _asking(operation: str, *, of_remotes: bool = False) -> Callable[..., Any]:
     """A method of `Remote` that asks for an operation; `of_remotes`: with another object of the solution only."""
 
-    def method(self: Remote, *arguments: Any) -> Any:
+    def method(self: "Remote", *arguments: Any) -> Any:
         if of_remotes and not all(isinstance(argument, Remote) for argument in arguments):
             return NotImplemented
         return self._ask(operation, *arguments)

@@ -5,8 +5,6 @@ program, open no socket, send signals to no other process, and look into none. I
 right before the program starts (seccomp(2)); the kernel never takes a filter off again.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

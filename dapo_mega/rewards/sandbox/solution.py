@@ -1,7 +1,5 @@
 """What a solution's own process does: runs the program, or loads it and answers calls."""
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import contextlib

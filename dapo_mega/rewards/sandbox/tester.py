@@ -3,19 +3,16 @@
 The solution's process never has the test code, and this process never runs code of the solution.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib
 import importlib
-import os
 import sys
 import types
 import unittest
 from typing import Any
 
-from .remote import Peer, last_line, serving_calls
+from .remote import Peer, last_line
 
 # Names that tests use without importing them because solutions usually do.
 _LIBRARIES = ("math", "collections", "itertools", "functools", "typing", "heapq", "bisect", "re", "string", "operator")
@@ -26,13 +23,8 @@ FAILED = b"failed: "
 UNUSABLE = b"unusable: "
 
 
-def run_tests(setup: str, code: str, entry_point: str, reading: int, writing: int, report: int) -> int:
-    """Run the tests and write the verdict to the descriptor `report`. Returns the exit status."""
-    os.write(report, _verdict(setup, code, entry_point, serving_calls(reading, writing)))
-    return 0
-
-
-def _verdict(setup: str, code: str, entry_point: str, peer: Peer) -> bytes:
+def verdict(setup: str, code: str, entry_point: str, peer: Peer) -> bytes:
+    """Run the tests of the solution that `peer` holds; `PASSED`, or what failed, or why they cannot be used."""
     try:
         tree = ast.parse(f"{setup}\n{code}" if setup else code)
         needed = _free_names(tree, entry_point)
@@ -113,8 +105,6 @@ def _resolved(needed: set[str], peer: Peer) -> dict[str, Any]:
 
 
 class _SolutionModule(types.ModuleType):
-    """`solution`, as tests import it."""
-
     def __init__(self, name: str, peer: Peer) -> None:
         super().__init__(name)
         self._peer = peer

@@ -12,8 +12,6 @@ Without namespaces the first two are one process. No process that runs a solutio
 the solution must not see: process 1 reads one byte per job, and a job reads no expected output and no test code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import gc
@@ -28,6 +26,7 @@ from typing import Any
 
 from . import isolation, seccomp, solution, tester
 from .frames import FrameError, framed, read_frame, write_all, write_frame
+from .remote import serving_calls
 
 JOB = b"J"
 _JOBS_IN, _ANSWERS_OUT = 0, 1
@@ -102,7 +101,6 @@ def _serve_jobs(setup: _Setup) -> None:
 
 
 def _kill_the_rest(options: Options, job: int) -> None:
-    """End every process that a job has left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if options.namespaces:
             os.kill(-1, signal.SIGKILL)
@@ -122,17 +120,7 @@ def _in_child(run: Callable[[], int]) -> None:
         os._exit(status)
 
 
-@dataclass(frozen=True)
-class _Ended:
-    """How a process ended: `cause` is "" for exit status 0."""
-
-    cause: str
-    cpu_s: float
-
-
 class _Job:
-    """One solution and its tests, in a process of its own."""
-
     def __init__(self, setup: _Setup, parent: int) -> None:
         self._setup = setup
         self._options = setup.options
@@ -167,11 +155,11 @@ class _Job:
             files = [_memory_file(stack) for _ in range(4)]
             write_all(files[0], stdin.encode(errors="surrogateescape"))
             os.lseek(files[0], 0, os.SEEK_SET)
-            ended = self._wait(self._start(lambda: body(3), files, limit_s), limit_s)
+            cause, cpu_s = self._wait(self._start(lambda: body(3), files, limit_s), limit_s)
             most = self._options.file_mib * 2**20
             return {
-                "cause": ended.cause,
-                "cpu_s": ended.cpu_s,
+                "cause": cause,
+                "cpu_s": cpu_s,
                 "error": _content(files[2], _MAX_REPORT_BYTES, from_end=True),
                 "output": _content(files[1], most),
                 "answer": _content(files[3], most),
@@ -188,9 +176,9 @@ class _Job:
                 report = _memory_file(stack)
                 ends = [to_tests[0], to_solution[1]]
                 judge = self._start(_run_next_tests, [*files[3:], *ends, report, _JOBS_IN], limit_s)
-            ended = self._wait(judge, limit_s, helper=solver)
+            cause, cpu_s = self._wait(judge, limit_s, helper=solver)
             self._kill(solver)
-            return {"cause": ended.cause, "cpu_s": ended.cpu_s, "verdict": _content(report, _MAX_REPORT_BYTES)}
+            return {"cause": cause, "cpu_s": cpu_s, "verdict": _content(report, _MAX_REPORT_BYTES)}
 
     def _start(self, body: Callable[[], int], files: Sequence[int], limit_s: float) -> int:
         """A process with these descriptors as 0, 1, 2, ..., limited and filtered."""
@@ -212,18 +200,19 @@ class _Job:
         seccomp.install(self._setup.filter)
         return body()
 
-    def _wait(self, child: int, limit_s: float, helper: int | None = None) -> _Ended:
-        """Wait for a process, and kill it when it or it and its helper have used up their time."""
+    def _wait(self, child: int, limit_s: float, helper: int | None = None) -> tuple[str, float]:
+        """Wait for a process, and kill it when it or it and its helper have used up their time. Returns how it ended,
+        "" for exit status 0, and its processor time in seconds."""
         begin = time.monotonic()
         while True:
             ended, status, usage = os.wait4(child, os.WNOHANG)
             if ended:
-                return _Ended(_cause(status, limit_s), usage.ru_utime + usage.ru_stime)
+                return _cause(status, limit_s), usage.ru_utime + usage.ru_stime
             left_by_clock_s = begin + self._clock_s - time.monotonic()
             used_s = sum(_cpu_s(process) for process in (child, helper) if process is not None)
             if used_s > limit_s or left_by_clock_s < 0:
                 self._kill(child)
-                return _Ended(f"took longer than {limit_s:g} s", used_s)
+                return f"took longer than {limit_s:g} s", used_s
             left_s = min(limit_s - used_s, left_by_clock_s, _POLL_S)
             signal.sigtimedwait({signal.SIGCHLD}, max(left_s, 0.001))
 
@@ -253,11 +242,11 @@ def _run_next_tests() -> int:
     tests = read_frame(6)
     assert isinstance(tests, dict)
     os.close(6)
-    return tester.run_tests(tests["setup"], tests["code"], tests["entry_point"], reading=3, writing=4, report=5)
+    os.write(5, tester.verdict(tests["setup"], tests["code"], tests["entry_point"], serving_calls(3, 4)))
+    return 0
 
 
 def _cpu_s(process: int) -> float:
-    """Processor time of another process."""
     with contextlib.suppress(OSError):
         return time.clock_gettime((~process << 3) | 2)
     return 0.0

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from dapo_mega.ablation.arms import LADDER
-from dapo_mega.ablation.curves import band
 from dapo_mega.ablation.intervals import Estimate, estimate_difference, estimate_mean
 from dapo_mega.ablation.outcomes import outcome_of
-from dapo_mega.ablation.report import verdict, write_results
+from dapo_mega.ablation.report import band, verdict, write_results
 from dapo_mega.ablation.results import gather
 
 from .fake_runs import plan_of, train

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from dapo_mega.config import PromptSamplingConfig
 from dapo_mega.data.cursor import PromptCursor
-from dapo_mega.data.mixing import Mixture
 from dapo_mega.data.outcomes import GroupTally
-from dapo_mega.data.sampler import PromptSampler
+from dapo_mega.data.sampler import Mixture, PromptSampler
 from dapo_mega.errors import InputError
 from dapo_mega.types import Prompt
 

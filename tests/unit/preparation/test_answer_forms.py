@@ -3,7 +3,7 @@
 import pytest
 
 from dapo_mega.preparation.answer_forms import integer_answer
-from dapo_mega.rewards import answers_match
+from tests.unit.rewards.answers import answers_match
 
 ASKED = [
     ("integer", [-7], "-7", "", -7),

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_mega.rewards import answers_match, validate_ground_truth
+from dapo_mega.rewards import validate_ground_truth
 from dapo_mega.rewards.algebra import latex_equal
 from dapo_mega.rewards.grading import Grader
+from tests.unit.rewards.answers import answers_match
 from tests.unit.rewards.hostile import HOSTILE_ANSWERS, shown
 
 

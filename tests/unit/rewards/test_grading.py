@@ -3,9 +3,10 @@ import json
 
 import pytest
 
-from dapo_mega.rewards import AnswerVerifier, answers_match, validate_ground_truth
+from dapo_mega.rewards import AnswerVerifier, validate_ground_truth
 from dapo_mega.rewards.grading import Grader, gold_answers
 from dapo_mega.rewards.structure import readings
+from tests.unit.rewards.answers import answers_match
 from tests.unit.rewards.growth import QUADRATIC, growing_too_fast
 
 

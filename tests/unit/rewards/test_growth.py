@@ -10,8 +10,7 @@ from dapo_mega.engines.sglang.engine_client import one_line as engine_line
 from dapo_mega.evaluation.voting import count_votes
 from dapo_mega.metrics.run_text import Example, code_block, examples_as_markdown, without_credentials
 from dapo_mega.preparation.answer_forms import integer_answer
-from dapo_mega.preparation.filters import integer_of, multiple_choice, proof, true_or_false
-from dapo_mega.preparation.languages import _COMMAND, _FORMULA
+from dapo_mega.preparation.filters import _COMMAND, _FORMULA, integer_of, multiple_choice, proof, true_or_false
 from dapo_mega.preparation.normalization import normal_text
 from dapo_mega.rewards.built_in import LanguageReward, R1FormatReward
 from dapo_mega.rewards.chat import read_completion

@@ -7,7 +7,7 @@ import pytest
 
 from dapo_mega.planning.step_time import DecodingSpeed
 from dapo_mega.simulation.engines import SimulatedEngines
-from dapo_mega.simulation.loop import VirtualTimeLoop
+from dapo_mega.simulation.run import VirtualTimeLoop
 from dapo_mega.types import GenerationRequest, SamplingParams
 
 # 2 s for one token of one response, 3 s for one of each of two.

@@ -6,7 +6,7 @@ import pytest
 
 from dapo_mega.errors import InputError
 from dapo_mega.planning.step_time import DecodingSpeed
-from dapo_mega.simulation.failures import FailureTimes
+from dapo_mega.simulation.engines import FailureTimes
 from dapo_mega.simulation.run import Costs, Workload, simulate
 
 from .test_simulation import config
