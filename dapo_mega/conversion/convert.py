@@ -28,7 +28,7 @@ from dapo_mega.models import Architecture, ModelFamily, ShardRule, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer, save_shard, shard_files, write_index
-from dapo_mega.models.layouts import DELTA, GATED, delta_sections, gate_and_up
+from dapo_mega.models.layouts import DELTA, GATED, delta_sections, gate_and_up, stacked, stacks
 from dapo_mega.models.megatron_format.entries import (
     Entry,
     cuts,
@@ -46,7 +46,6 @@ from dapo_mega.models.megatron_format.files import (
 )
 from dapo_mega.models.megatron_format.pickles import COMMON_FILE, read_common
 from dapo_mega.models.megatron_format.writing import Block, is_finite, owned, write_blocks, write_metadata
-from dapo_mega.models.stacked_experts import stacked, stacks
 from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE, open_any, open_critic
 
 logger = logging.getLogger(__name__)

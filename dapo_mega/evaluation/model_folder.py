@@ -13,8 +13,8 @@ from dapo_mega.checkpoints.folders import CheckpointFolders, step_of
 from dapo_mega.errors import InputError
 from dapo_mega.models.families import families, load_architecture, read_config
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors, check_source
+from dapo_mega.models.layouts import stacked, stacks
 from dapo_mega.models.megatron_format.files import ADAPTER_CONFIG_FILE, is_megatron_folder
-from dapo_mega.models.stacked_experts import stacked, stacks
 from dapo_mega.models.stored_model import stored_value_head
 from dapo_mega.types import NamedTensors
 

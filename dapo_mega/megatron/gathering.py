@@ -23,7 +23,7 @@ from dapo_mega.megatron.core.layers import is_fp8
 from dapo_mega.megatron.weights import ChunkLayout, local_parameter, named_parameters, owner_of
 from dapo_mega.models import ShardRule, merge_shards
 from dapo_mega.models.families import PlacedTensor
-from dapo_mega.models.stacked_experts import stack_name, stacked, stacks
+from dapo_mega.models.layouts import stack_name, stacked, stacks
 from dapo_mega.types import Receivers, WeightBucket, WeightSpec
 
 _ALIGNMENT = 16
@@ -134,15 +134,21 @@ class WeightGatherer:
         self._rounds = cache(self._planned)  # Every update sends the same.
         self._layout = layout
         self._processes = processes
-        self._parameters = named_parameters(chunks, layout, processes)
         self._expert_tensor_size = expert_tensor_group().size()
         self._stage_size = processes.world_size // processes.pipeline_size
         self._dense_group = self._group_of(processes.tensor_size)
         self._expert_group = self._group_of(self._expert_tensor_size * processes.expert_size)
-        mine = {
-            chunk: [(tuple(shard.shape), shard.dtype) for _, shard in map(self._held, self._placed(chunk))]
-            for chunk in layout.chunks_of(processes.pipeline_rank)
-        }
+        parameters = named_parameters(chunks, layout, processes)
+        # By unit of gathering: what this rank holds of it, and whether that is in FP8.
+        self._held: dict[tuple[PlacedTensor, ...], tuple[PlacedTensor, Tensor, bool]] = {}
+        mine: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+        for chunk in layout.chunks_of(processes.pipeline_rank):
+            mine[chunk] = []
+            for placed in self._placed(chunk):
+                here = placed[processes.expert_rank if len(placed) > 1 else 0]
+                shard = local_parameter(parameters, here)
+                self._held[placed] = here, shard, is_fp8(shard)
+                mine[chunk].append((tuple(shard.shape), shard.dtype))
         everyones: list[Any] = [None] * processes.pipeline_size
         dist.all_gather_object(everyones, mine, group=pipeline_group())
         self._gathered = [
@@ -192,14 +198,10 @@ class WeightGatherer:
         full_shapes = tuple(tuple(tensor.shape) for tensor in full)
         return _GatheredParameter(placed, shape, dtype, full_shapes, num_shards, num_holders)
 
-    def _held(self, placed: tuple[PlacedTensor, ...]) -> tuple[PlacedTensor, Tensor]:
-        mine = placed[self._processes.expert_rank if len(placed) > 1 else 0]
-        return mine, local_parameter(self._parameters, mine)
-
     def _mine(self, placed: tuple[PlacedTensor, ...]) -> Tensor:
-        mine, shard = self._held(placed)
+        mine, shard, has_fp8 = self._held[placed]
         # FP8 parameters refuse the views that full tensors are merged of, and consumers do not know their type.
-        return shard.dequantize() if is_fp8(shard) else self._merged_shard(mine, shard)
+        return shard.dequantize() if has_fp8 else self._merged_shard(mine, shard)
 
     def weights(
         self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None

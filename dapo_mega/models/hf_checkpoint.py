@@ -20,7 +20,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, PlacedTensor
 from dapo_mega.models.hf_shapes import hf_shape
-from dapo_mega.models.stacked_experts import BLOCKS, SCALES, from_mxfp4, part_name
+from dapo_mega.models.layouts import BLOCKS, SCALES, from_mxfp4, part_name
 
 logger = logging.getLogger(__name__)
 

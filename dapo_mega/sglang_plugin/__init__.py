@@ -12,48 +12,31 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
-
+from dapo_mega.distributed import accelerator
+from dapo_mega.distributed.event_loops import DAEMON_THREADS
 from dapo_mega.engines.sglang.weight_protocol import (
-    ADAPTER,
     MODEL_FIELD,
     OTHER_MODEL,
+    PATIENCE,
     PROTOCOL,
     PROTOCOL_FIELD,
-    PlanFormat,
-    PlannedBucket,
-    UpdatePlan,
-    group_with,
+    limit_of_group,
 )
-from dapo_mega.sglang_plugin.coverage import Differences, LoadTrace
 from dapo_mega.sglang_plugin.cpu_adapters import allow_adapters
 from dapo_mega.sglang_plugin.cpu_determinism import offer_determinism
-from dapo_mega.sglang_plugin.joining import join_within_limit
-from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
-from dapo_mega.weight_sync.engine_groups import EngineGroup
+from dapo_mega.sglang_plugin.receiving import Differences, everywhere, load_weights, receive_weights, trace_of
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 _MOST_NAMED = 4
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
-# All by model.
-_traces: WeakKeyDictionary[Any, LoadTrace] = WeakKeyDictionary()
-_misfits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-# The last one, by its digest.
-_plans: dict[str, UpdatePlan] = {}
-
-
-class PlannedWeights(NamedTuple):
-    """The buckets of a call in the order in which they come, each with the group in which it comes."""
-
-    buckets: Sequence[tuple[PlannedBucket, EngineGroup]]
-    window_bytes: int
-    is_adapter: bool
+_misfits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # By model.
+_SGLANGS_LIMIT_S = 1800.0
 
 
 def register() -> None:
@@ -76,104 +59,52 @@ def register() -> None:
         except (ImportError, AttributeError) as error:
             logger.warning("this version of SGLang cannot do all on a CPU that it could (0.5.23 is tested): %s", error)
     HookRegistry.register(f"{_UPDATER}.init_custom_process_group", join_within_limit, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", _receive, HookType.AROUND)
-    HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", _load, HookType.AROUND)
+    HookRegistry.register(
+        f"{_UPDATER}.WeightUpdater.receive_weights_from_distributed", receive_weights, HookType.AROUND
+    )
+    HookRegistry.register(f"{_UPDATER}.WeightUpdater.load_weights_from_distributed", load_weights, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.begin_weight_update", _begin, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.end_weight_update", _end, HookType.AROUND)
     HookRegistry.register(f"{_MANAGER}.SchedulerWeightUpdaterManager.end_weight_update", _answer, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _announce, HookType.AFTER)
 
 
-def _trace(updater: Any) -> LoadTrace:
-    return _traces.setdefault(updater.get_model(), LoadTrace())
+def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -> Any:
+    """Call `join` in a thread; raises TimeoutError after the limit in the group's name, if there is one.
 
+    An engine does nothing else while it joins, even if the trainer is killed meanwhile, and torch would try for half an
+    hour, or wait forever for a store that accepts but does not answer. The thread cannot be interrupted. It ends when
+    torch gives up or the store's machine is gone.
+    """
+    limit_s = limit_of_group(str(group.get("group_name")))
+    if limit_s is None:
+        return join(*arguments, **group)
+    # gloo fails a broadcast at this limit. With NCCL torch ends the process, so the trainer must give up earlier.
+    group["timeout"] = timedelta(seconds=min(PATIENCE * limit_s, _SGLANGS_LIMIT_S))
+    device = accelerator.device()
 
-def _receive(receive: Callable[..., Any], updater: Any, **request: Any) -> Any:
-    """What `_load` loads: the buckets of a plan, or what SGLang has received in a form of its own."""
-    call = PlanFormat.parse(request["load_format"] or "")
-    if call is None:
-        _trace(updater).miss()
-        return receive(updater, **request)
-    if call.text:
-        _plans.clear()
-        _plans[call.digest] = UpdatePlan.parse(call.text)
-    plan, groups = _plans[call.digest], updater._model_update_group
-    buckets = [(bucket, groups[group_with(request["group_name"], bucket.sender)]) for bucket in plan.in_turn(call.turn)]
-    return PlannedWeights(buckets, plan.window_bytes, plan.is_adapter)
+    def run() -> Any:
+        if device.index is not None:
+            accelerator.select(device.index)  # The current device is per thread.
+        return join(*arguments, **group)
 
-
-def _load(load: Callable[..., tuple[bool, str]], updater: Any, weights: Any) -> tuple[bool, str]:
-    """Receive and load the buckets of a plan one after the other, up to the first that fails."""
-    if not isinstance(weights, PlannedWeights):
-        return load(updater, weights)
-    if weights.is_adapter:
-        return _load_adapter(updater, weights)
-    success, message = True, ""
-    for bucket, group in weights.buckets:
-        if bucket.lengths:
-            chunks = ArrivingWeights(group, updater.device, bucket, weights.window_bytes, _trace(updater))
-            success, message = load(updater, chunks)
-            if not success and not chunks.is_broken:
-                # The loader may not accept traced tensors: it gets plain ones when they are sent again.
-                _trace(updater).close()
-            chunks.drain()
-        else:
-            success, message = _load_changes(load, updater, ChangedWeights(group, updater.device, bucket.specs))
-        if not success:
-            break
-    return success, message
-
-
-def _load_adapter(updater: Any, weights: PlannedWeights) -> tuple[bool, str]:
-    """Give the adapter new matrices; requests under way, which know it by its id, go on with these."""
-    _trace(updater).miss()
-    device, window = updater.device, weights.window_bytes
-    arriving = (ArrivingWeights(group, device, bucket, window) for bucket, group in weights.buckets)
+    joined = DAEMON_THREADS.submit(run)
     try:
-        tensors = {name: tensor for bucket in arriving for name, tensor in bucket}
-    except RuntimeError as error:
-        return False, f"the adapter did not come: {error}"
-    manager = updater.get_model_runner().lora_manager
-    known = next((adapter for adapter in manager.lora_refs.values() if adapter.lora_name == ADAPTER), None)
-    if known is None:
-        return False, f"it has no adapter {ADAPTER!r} any more"
-    config = manager.configs[known.lora_id].hf_config
-    manager.unload_lora_adapter(known)
-    answer = manager.load_lora_adapter_from_tensors(known, tensors, config)
-    return answer.success, answer.error_message
-
-
-def _load_changes(load: Callable[..., tuple[bool, str]], updater: Any, weights: ChangedWeights) -> tuple[bool, str]:
-    """Also compares checksums of the changed tensors."""
-    _trace(updater).miss()
-    success, message = load(updater, weights)
-    parts = _everywhere(weights.written() if success else None)
-    if success and None in parts:
-        return False, "not all ranks got the changes"
-    faults = weights.faults([part for written in parts if written for part in written]) if success else []
-    if faults:
-        return False, f"after the update the checksums of these weights are not the trainer's: {', '.join(faults)}"
-    return success, message
-
-
-def _everywhere(found: T) -> list[T]:
-    """What was found on each tensor-parallel rank. Collective over these ranks."""
-    from sglang.srt.runtime_context import get_parallel
-
-    group = get_parallel().tp_group.cpu_group
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, found, group=group)
-    return everywhere
+        return joined.result(limit_s)
+    except TimeoutError as error:
+        if joined.done():
+            raise
+        raise TimeoutError(f"the trainer at {group.get('init_method')} did not come within {limit_s:g} s") from error
 
 
 def _begin(_: None, updater: Any) -> None:
-    _trace(updater).begin()
+    trace_of(updater).begin()
 
 
 def _end(end: Callable[..., None], updater: Any, **request: Any) -> None:
     """Compare the sent weights with the model, before SGLang's post-processing replaces parameters."""
     model = updater.get_model()
-    _misfits[model] = _model_difference(_everywhere(_trace(updater).differences(model.named_parameters())))
+    _misfits[model] = _model_difference(everywhere(trace_of(updater).differences(model.named_parameters())))
     end(updater, **request)
 
 

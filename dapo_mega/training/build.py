@@ -49,8 +49,7 @@ from dapo_mega.training.evaluation_beside import BesideTraining
 from dapo_mega.training.run_records import dataset_cards
 from dapo_mega.training.trainer import Trainer
 from dapo_mega.types import Group, Prompt
-from dapo_mega.weight_sync.push import EmbeddedWeightSync, WeightSync
-from dapo_mega.weight_sync.update import Transport
+from dapo_mega.weight_sync.update import EmbeddedWeightSync, Transport, WeightSync
 
 logger = logging.getLogger(__name__)
 

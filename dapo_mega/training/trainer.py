@@ -51,8 +51,7 @@ from dapo_mega.samples.token_values import TokenRuns, runs_of
 from dapo_mega.training.histograms import StepCounts
 from dapo_mega.training.model_trainer import Facts, ModelTrainer
 from dapo_mega.types import Answer, GenerationRequest, LogProbs, TokenIds
-from dapo_mega.weight_sync.broadcast import BroadcastSender
-from dapo_mega.weight_sync.sending import WeightCommands
+from dapo_mega.weight_sync.broadcast import BroadcastSender, WeightCommands
 from dapo_mega.weight_sync.shared_memory import refuse_several_machines
 from dapo_mega.weight_sync.update import SenderPlaces
 

@@ -35,6 +35,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,27 +43,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dapo_mega.config import WeightSyncConfig
+from dapo_mega.distributed.commands import Commanded, command, gathered
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.distributed.stores import connect_store, local_address, open_store
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.weight_protocol import (
+    EngineGroup,
     PlanFormat,
     PlannedBucket,
     UpdatePlan,
     dtype_name,
     group_with,
+    join_group,
     limited_group,
     steps_to,
 )
-from dapo_mega.types import Selection, WeightBucket, WeightSource, WeightSpec
+from dapo_mega.megatron.lent_memory import Held
+from dapo_mega.types import LogProbs, Selection, TokenIds, WeightBucket, WeightSource, WeightSpec
 from dapo_mega.weight_sync.encodings import Encodings
-from dapo_mega.weight_sync.engine_groups import EngineGroup, join_group
 from dapo_mega.weight_sync.fp8 import quantised_bucket
 from dapo_mega.weight_sync.progress import LateEngines, UpdateNews
+from dapo_mega.weight_sync.shared_memory import SharedMemorySender
 from dapo_mega.weight_sync.update import (
     EngineRoute,
     SenderPlaces,
     Sent,
+    SharedBucket,
     Transport,
     Update,
     UpdateCalls,
@@ -71,7 +77,6 @@ from dapo_mega.weight_sync.update import (
 
 if TYPE_CHECKING:
     from dapo_mega.engines.sglang.fleet_client import SyncTarget
-    from dapo_mega.weight_sync.sending import WeightCommands
 
 _POLL_S = 0.001
 _FAILURE_POLL_S = 0.1
@@ -220,6 +225,52 @@ class BroadcastTransport(Transport):
         """Let the senders know, from the thread that calls the engines."""
         with contextlib.suppress(dist.DistError, OSError):  # Without a trainer nobody needs to know.
             self._news.add_failed(url)
+
+
+class WeightCommands(Commanded):
+    """Sends with each process's `sender` from its `policy`, which is a `WeightSource`."""
+
+    policy: Any
+    sender: WeightSender | None = None
+
+    @command
+    def weight_plan(self, have_plugin: bool, selection: Selection = "merged") -> list[list[PlannedBucket]]:
+        """The buckets that `send_weights` sends in each round, to engines with or without the plugin."""
+        assert isinstance(self.sender, BroadcastSender)
+        return self.sender.plan(self._selected(selection), have_plugin=have_plugin)
+
+    @command
+    def send_weights(self, update: Update, forgotten: Sequence[str]) -> Sent:
+        """Broadcast the weights to the engines of an update; those `forgotten` have failed before."""
+        assert isinstance(self.sender, BroadcastSender)
+        self.sender.forget(forgotten)
+        return self.sender.send(self._selected(update.selection), update)
+
+    def _selected(self, selection: Selection) -> WeightSource:
+        source: WeightSource = self.policy if selection == "merged" else self.policy.selected(selection)
+        return source
+
+    def share_weights(self, update: Update | None) -> SharedBucket | None:
+        """The next bucket of an update in shared memory, where it stays until the next call; None frees the last."""
+        found = self._share_weights(update)
+        return next((bucket for bucket in found if bucket and bucket.handles), found[0])
+
+    @gathered
+    def _share_weights(self, update: Update | None) -> SharedBucket | None:
+        assert isinstance(self.sender, SharedMemorySender)
+        return self.sender.share(self.policy, update)
+
+    def hold(self, held: Held) -> None:
+        """With `rollout.offload_trainer`: what of the models is on the device until the next call."""
+        raise NotImplementedError
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face checkpoint. Raises InputError if writing fails."""
+        raise NotImplementedError
+
+    def logprobs(self, tokens: TokenIds) -> LogProbs:
+        """The log-probs [L - 1] of all tokens but the first with the current weights."""
+        raise NotImplementedError
 
 
 class BroadcastSender(WeightSender):

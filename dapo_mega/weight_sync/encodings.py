@@ -4,59 +4,25 @@ changed in the engines' dtype; in the best encoding that every participating eng
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from dapo_mega.config import WeightSyncConfig
 from dapo_mega.engines.sglang.weight_protocol import (
+    ChunkedEncoding,
     PlannedBucket,
     checksum,
     differing,
     find_changes,
-    flatten,
     pack_changes,
-    split_specs,
 )
 from dapo_mega.types import WeightBucket
 from dapo_mega.weight_sync.update import Update
 
 # A smaller broadcast takes longer than copying its tensors into one buffer with others.
 _CHUNK_BYTES = 2**20
-
-
-class ChunkedEncoding:
-    """A broadcast for each chunk: an engine loads one while it receives the next ones. A large tensor is its own chunk,
-    small neighbours are in one together."""
-
-    def __init__(self, chunk_bytes: float) -> None:
-        """A chunk of several tensors is full at `chunk_bytes`; infinity makes one of each bucket, as SGLang expects."""
-        self._chunk_bytes = chunk_bytes
-
-    def planned(self, bucket: WeightBucket) -> PlannedBucket:
-        """What engines are told of the bucket, whose tensors are not needed."""
-        lengths: list[int] = []
-        num_bytes = self._chunk_bytes
-        for spec in bucket.specs:
-            if max(num_bytes, spec.num_bytes) >= self._chunk_bytes:
-                lengths.append(0)
-                num_bytes = 0
-            lengths[-1] += 1
-            num_bytes += spec.num_bytes
-        return PlannedBucket(bucket.sender, bucket.specs, tuple(lengths))
-
-    def encode(self, bucket: WeightBucket) -> Iterator[Tensor]:
-        """The bucket's chunks, each [bytes] uint8 and made when it is read; a tensor alone in one is sent from its own
-        memory."""
-        remaining = iter(bucket.tensors or ())
-        for specs in split_specs(bucket.specs, self.planned(bucket).lengths):
-            if len(specs) == 1:
-                yield next(remaining).contiguous().flatten().view(torch.uint8)
-            else:
-                yield flatten(specs, islice(remaining, len(specs)))
 
 
 class DeltaEncoding:

@@ -19,12 +19,11 @@ from dapo_mega.engines.sglang.weight_protocol import ADAPTER
 from dapo_mega.errors import FleetError, TrainerLost
 from dapo_mega.types import LogProbs, Selection
 from dapo_mega.weight_sync.agreement import Agreement, engine_logprobs, mean_difference
-from dapo_mega.weight_sync.push import WeightSync
-from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls
+from dapo_mega.weight_sync.update import Transport, Update, UpdateCalls, WeightSync
 
 if TYPE_CHECKING:
     from dapo_mega.engines.sglang.fleet_client import FleetClient, SyncTarget
-    from dapo_mega.weight_sync.sending import WeightCommands
+    from dapo_mega.weight_sync.broadcast import WeightCommands
 
 logger = logging.getLogger(__name__)
 

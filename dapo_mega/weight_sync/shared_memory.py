@@ -33,7 +33,7 @@ from dapo_mega.weight_sync.update import (
 )
 
 if TYPE_CHECKING:
-    from dapo_mega.weight_sync.sending import WeightCommands
+    from dapo_mega.weight_sync.broadcast import WeightCommands
 
 
 def refuse_several_machines(hosts: Iterable[str]) -> None:

@@ -1,7 +1,10 @@
-"""Makes both ends of what `weight_sync.transport` names."""
+"""Makes both ends of what `weight_sync.transport` names; and the one that needs no sender: a folder that trainer and
+engines share, with one Hugging Face checkpoint per version."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -9,11 +12,29 @@ from dapo_mega.config import RunConfig
 from dapo_mega.config.fleet import parse_address
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError
-from dapo_mega.weight_sync.broadcast import BroadcastSender, BroadcastTransport
-from dapo_mega.weight_sync.disk import DiskTransport
-from dapo_mega.weight_sync.sending import WeightCommands
+from dapo_mega.weight_sync.broadcast import BroadcastSender, BroadcastTransport, WeightCommands
 from dapo_mega.weight_sync.shared_memory import SharedMemorySender, SharedMemoryTransport
-from dapo_mega.weight_sync.update import SenderPlaces, Transport, WeightSender
+from dapo_mega.weight_sync.update import SenderPlaces, Sent, Transport, Update, UpdateCalls, WeightSender
+
+
+class DiskTransport(Transport):
+    """Keeps only the last update's checkpoint in the folder, also after the run: engines may still read it."""
+
+    uses_sessions = False
+
+    def __init__(self, trainer: WeightCommands, folder: Path) -> None:
+        self._trainer = trainer
+        self._folder = folder.absolute()
+
+    def bring(self, update: Update, calls: UpdateCalls, forgotten: Sequence[str]) -> Sent:
+        """Raises InputError when writing fails."""
+        path = self._folder / f"version_{update.version:08d}"
+        self._trainer.export(path)
+        calls.call(lambda client: client.update_weights_from_disk(str(path), update.label, update.flush_cache))
+        for older in self._folder.glob("version_*"):
+            if older != path:
+                shutil.rmtree(older, ignore_errors=True)  # An engine may still read it.
+        return Sent(sum(file.stat().st_size for file in path.glob("*.safetensors")))
 
 
 def make_sender(config: RunConfig, processes: Processes) -> WeightSender | None:

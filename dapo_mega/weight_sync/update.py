@@ -1,7 +1,10 @@
-"""One weight update of a fleet: the engines that take part, the calls to them, and their failures."""
+"""What brings weights to engines, as the loop sees it; and one update of a fleet: the engines that take part, the calls
+to them, and their failures."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,6 +16,35 @@ from dapo_mega.types import Selection
 
 if TYPE_CHECKING:
     from dapo_mega.engines.sglang.fleet_client import FleetClient, SyncTarget
+
+
+class WeightSync(ABC):
+    """Sends the policy's weights to the engines under a version; a run starts with version 0. On rank 0."""
+
+    @abstractmethod
+    def push(self, version: int) -> dict[str, float]:
+        """Returns metrics once the engines sample from the new weights."""
+
+    def push_to_outdated(self, version: int) -> dict[str, float]:
+        """`push` to the engines that joined or came back since the last one; the others keep generating. Does nothing
+        where engines never leave."""
+        return {}
+
+    def reopen(self) -> None:  # noqa: B027 (a default)
+        """Another trainer sends from now on."""
+
+
+class EmbeddedWeightSync(WeightSync):
+    """Of engines inside the trainer's processes."""
+
+    def __init__(self, load: Callable[[int], None]) -> None:
+        """`load(version)` gives them the weights."""
+        self._load = load
+
+    def push(self, version: int) -> dict[str, float]:
+        started = time.perf_counter()
+        self._load(version)
+        return {"time/weight_sync_s": time.perf_counter() - started}
 
 
 @dataclass(frozen=True)

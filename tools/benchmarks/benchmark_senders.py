@@ -38,11 +38,10 @@ from dapo_mega.distributed.processes import Processes
 from dapo_mega.distributed.stores import connect_store, local_address, open_store
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
-from dapo_mega.engines.sglang.weight_protocol import PlanFormat, PlannedBucket, UpdatePlan, group_with
+from dapo_mega.engines.sglang.weight_protocol import PlanFormat, PlannedBucket, UpdatePlan, group_with, join_group
 from dapo_mega.errors import InputError
 from dapo_mega.types import Receivers, WeightBucket, WeightSpec
 from dapo_mega.weight_sync.broadcast import BroadcastSender
-from dapo_mega.weight_sync.engine_groups import join_group
 
 T = TypeVar("T")
 _REPOSITORY = Path(__file__).resolve().parents[2]

@@ -37,11 +37,11 @@ from dapo_mega.distributed.stores import connect_store, open_store
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineError
 from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
+from dapo_mega.engines.sglang.weight_protocol import join_group
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.core.repairs import cpu_accelerator
 from dapo_mega.types import Receivers, WeightBucket
 from dapo_mega.weight_sync.broadcast import BroadcastSender
-from dapo_mega.weight_sync.engine_groups import join_group
 
 T = TypeVar("T")
 _REPOSITORY = Path(__file__).resolve().parents[2]

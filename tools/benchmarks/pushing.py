@@ -14,11 +14,10 @@ from dapo_mega.engines.sglang.event_loop import LoopThread
 from dapo_mega.engines.sglang.fleet_client import SyncTarget
 from dapo_mega.types import LogProbs, TokenIds
 from dapo_mega.weight_sync.agreement import Agreement
-from dapo_mega.weight_sync.broadcast import BroadcastSender, BroadcastTransport
-from dapo_mega.weight_sync.disk import DiskTransport
+from dapo_mega.weight_sync.broadcast import BroadcastSender, BroadcastTransport, WeightCommands
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
-from dapo_mega.weight_sync.sending import WeightCommands
 from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
+from dapo_mega.weight_sync.transports import DiskTransport
 from dapo_mega.weight_sync.update import Transport, WeightSender
 
 T = TypeVar("T")

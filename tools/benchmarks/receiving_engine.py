@@ -12,9 +12,8 @@ import torch
 from aiohttp import web
 
 from dapo_mega.distributed.stores import connect_store
-from dapo_mega.engines.sglang.weight_protocol import PlanFormat, UpdatePlan, group_with
+from dapo_mega.engines.sglang.weight_protocol import EngineGroup, PlanFormat, UpdatePlan, group_with, join_group
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights
-from dapo_mega.weight_sync.engine_groups import EngineGroup, join_group
 
 PORT = 30000
 TIMEOUT_S = 120.0

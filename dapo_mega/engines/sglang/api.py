@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -187,13 +188,13 @@ def _token_ids(output_ids: list[Any], vocab_size: int) -> TokenIds:
     if not _INTEGERS.issuperset(map(type, output_ids)):
         raise MalformedAnswer("malformed", "its output_ids are not whole numbers")
     try:
-        token_ids = np.fromiter(output_ids, np.int64, len(output_ids))
+        token_ids = np.frombuffer(bytearray(struct.pack(f"{len(output_ids)}i", *output_ids)), np.int32)
         is_outside = bool(output_ids) and not (token_ids.min() >= 0 and token_ids.max() < vocab_size)
-    except OverflowError:
+    except struct.error:  # Beyond int32.
         is_outside = True
     if is_outside:
         raise MalformedAnswer("vocabulary", f"it has a token id outside of 0 to {vocab_size - 1}")
-    return token_ids.astype(np.int32)
+    return token_ids
 
 
 def _float32(triples: Any, token_ids: list[int], name: str, *, start: int = 0, or_null: bool = False) -> LogProbs:
@@ -203,9 +204,10 @@ def _float32(triples: Any, token_ids: list[int], name: str, *, start: int = 0, o
         numbers = [triple[0] for triple in triples[start:]]
         if not (_NUMBERS_OR_NULL if or_null else _NUMBERS).issuperset(map(type, numbers)):
             raise TypeError("not a number")
-        values = np.array(numbers, np.float64) if or_null else np.fromiter(numbers, np.float64, len(numbers))
+        # One call for all of them: numpy takes twice as long.
+        values = np.array(numbers, np.float64) if or_null else np.frombuffer(struct.pack(f"{len(numbers)}d", *numbers))
         ids = [triple[1] for triple in triples]
-    except (TypeError, ValueError, LookupError, OverflowError):
+    except (TypeError, ValueError, LookupError, OverflowError, struct.error):
         raise MalformedAnswer("logprobs", f"{name} are not triples of log-prob, token id and text") from None
     if ids != token_ids:
         raise MalformedAnswer("logprobs", f"{name} are those of other tokens")
@@ -235,7 +237,7 @@ def _finish(
         raise MalformedAnswer("malformed", f"its finish_reason is {kind!r}")
     if length > limit:
         raise MalformedAnswer("token_count", f"it has {length} tokens where {limit} were allowed")
-    if not set(stop_token_ids).isdisjoint(output_ids[:-1]):
+    if stop_token_ids and not set(stop_token_ids).isdisjoint(output_ids[:-1]):
         raise MalformedAnswer("token_count", "it goes on after a stop token")
     # An abort can come when the response's last token has just been sampled.
     if output_ids and output_ids[-1] in stop_token_ids:

@@ -1,4 +1,5 @@
-"""What trainer and `dapo_mega.sglang_plugin` agree on: the plan of an update, and the encoding of its buckets.
+"""What trainer and `dapo_mega.sglang_plugin` agree on: the plan of an update, the groups in which it comes, and the
+encoding of its buckets.
 
 chunks     several chunks; each holds the bytes of some of the bucket's tensors, one after the other
 changes    two chunks: the number of bytes in the second one, and the second one: first the number of values sent
@@ -15,13 +16,16 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property, partial
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dapo_mega.types import WeightSpec
+from dapo_mega.types import WeightBucket, WeightSpec
 
 PROTOCOL = 9
 """Increase it with every change after which one side no longer understands the other."""
@@ -52,6 +56,43 @@ def limit_of_group(name: str) -> float | None:
     """The limit in seconds that `limited_group` wrote into the name; None if there is none."""
     found = _LIMIT.search(name)
     return int(found[1]) / 1000 if found else None
+
+
+class EngineGroup(Protocol):
+    """A group of one trainer rank with all ranks of one engine: the part of torch's groups that is used here, which
+    torch's type stubs lack.
+
+    It exists beside Megatron's and is unknown to `torch.distributed`. Each engine has its own, because a dead or hung
+    engine blocks all members of its group: gloo does not notice that a member died during a broadcast, and NCCL cannot
+    be interrupted from outside.
+    """
+
+    def broadcast(self, tensor: Tensor, root: int) -> dist.Work: ...
+
+    def abort(self) -> None: ...
+
+
+def join_group(
+    store: dist.Store, name: str, size: int, device: torch.device, address: str, timeout_s: float, rank: int = 0
+) -> EngineGroup:
+    """Join the group `name`. gloo waits for the other members and raises RuntimeError if they do not come in time.
+
+    The store's keys have the prefixes of torch.distributed (2.11 to 2.14), which SGLang uses to join.
+    """
+    keys = dist.PrefixStore(f"{device.type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    if device.type == "cuda":
+        nccl = dist.ProcessGroupNCCL.Options()
+        # torch ends the process at this timeout, so a waiting rank must abort the group earlier.
+        nccl._timeout = timedelta(seconds=PATIENCE * timeout_s)
+        return cast(EngineGroup, dist.ProcessGroupNCCL(keys, rank, size, nccl))
+    make: Any = dist.ProcessGroupGloo
+    gloo = make._Options()
+    gloo._devices = [make.create_device(hostname=address)]
+    gloo._timeout = timedelta(seconds=timeout_s)
+    gloo._threads = 1  # Two broadcasts at the same time would share the rate, and the first one be there later.
+    group = make(keys, rank, size, gloo)
+    group._set_default_timeout(timedelta(seconds=PATIENCE * timeout_s))
+    return cast(EngineGroup, group)
 
 
 class PlannedBucket(NamedTuple):
@@ -158,6 +199,37 @@ def flatten(specs: Iterable[WeightSpec], tensors: Iterable[Tensor]) -> Tensor:
         flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         start = end
     return flat
+
+
+class ChunkedEncoding:
+    """A broadcast for each chunk: an engine loads one while it receives the next ones. A large tensor is its own chunk,
+    small neighbours are in one together."""
+
+    def __init__(self, chunk_bytes: float) -> None:
+        """A chunk of several tensors is full at `chunk_bytes`; infinity makes one of each bucket, as SGLang expects."""
+        self._chunk_bytes = chunk_bytes
+
+    def planned(self, bucket: WeightBucket) -> PlannedBucket:
+        """What engines are told of the bucket, whose tensors are not needed."""
+        lengths: list[int] = []
+        num_bytes = self._chunk_bytes
+        for spec in bucket.specs:
+            if max(num_bytes, spec.num_bytes) >= self._chunk_bytes:
+                lengths.append(0)
+                num_bytes = 0
+            lengths[-1] += 1
+            num_bytes += spec.num_bytes
+        return PlannedBucket(bucket.sender, bucket.specs, tuple(lengths))
+
+    def encode(self, bucket: WeightBucket) -> Iterator[Tensor]:
+        """The bucket's chunks, each [bytes] uint8 and made when it is read; a tensor alone in one is sent from its own
+        memory."""
+        remaining = iter(bucket.tensors or ())
+        for specs in split_specs(bucket.specs, self.planned(bucket).lengths):
+            if len(specs) == 1:
+                yield next(remaining).contiguous().flatten().view(torch.uint8)
+            else:
+                yield flatten(specs, islice(remaining, len(specs)))
 
 
 def unpacked(chunk: Tensor, specs: Sequence[WeightSpec]) -> Iterator[Tensor]:

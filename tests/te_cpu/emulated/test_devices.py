@@ -25,7 +25,7 @@ from dapo_mega.engines.sglang.weight_protocol import unpack_changes
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import read_metrics
-from dapo_mega.sglang_plugin.patches import make_patch
+from dapo_mega.sglang_plugin.receiving import make_patch
 from dapo_mega.training import loop as trainer
 from dapo_mega.training.sft import run_sft
 from dapo_mega.training.trainer import Trainer

@@ -13,7 +13,7 @@ from dapo_mega.engines.sglang.engine_model import model_difference
 from dapo_mega.errors import InputError
 from dapo_mega.models import load_architecture
 from dapo_mega.models.families import find_family
-from dapo_mega.models.stacked_experts import from_mxfp4
+from dapo_mega.models.layouts import from_mxfp4
 from tests.distributed.tiny import make_gpt_oss_model
 
 GIB = 1 << 30

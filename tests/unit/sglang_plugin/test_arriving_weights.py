@@ -18,7 +18,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
     PlannedBucket,
     UpdatePlan,
 )
-from dapo_mega.sglang_plugin.receiving import ArrivingWeights
+from dapo_mega.sglang_plugin.receiving import ArrivingWeights, load_weights, receive_weights
 from dapo_mega.types import WeightSpec
 
 NAMES = ("a", "b", "c", "d")
@@ -144,26 +144,26 @@ def test_a_failing_loader_gets_plain_tensors_and_the_rest_is_received():
                 return False, "no tensor of mine"
         return True, ""
 
-    weights = sglang_plugin._receive(None, updater, **updater.request())
-    assert sglang_plugin._load(load, updater, weights) == (False, "no tensor of mine")
+    weights = receive_weights(None, updater, **updater.request())
+    assert load_weights(load, updater, weights) == (False, "no tensor of mine")
     assert group.waited == [1, 2, 3, 4]
-    weights = sglang_plugin._receive(None, updater, **updater.request())
-    assert sglang_plugin._load(load, updater, weights) == (True, "")
+    weights = receive_weights(None, updater, **updater.request())
+    assert load_weights(load, updater, weights) == (True, "")
     assert kinds[1:] == [torch.Tensor] * 4
 
 
 @pytest.fixture
 def _alone(monkeypatch):
     """The engine has one process."""
-    monkeypatch.setattr(sglang_plugin, "_everywhere", lambda found: [found])
+    monkeypatch.setattr(sglang_plugin, "everywhere", lambda found: [found])
 
 
 def answer_to(updater, *load_formats):
     """What the trainer hears at the end of a session with a bucket in each of these formats."""
     sglang_plugin._begin(None, updater)
     for load_format in load_formats:
-        weights = sglang_plugin._receive(lambda *_, **__: [], updater, **updater.request(load_format))
-        assert sglang_plugin._load(Updater.load, updater, weights) == (True, "")
+        weights = receive_weights(lambda *_, **__: [], updater, **updater.request(load_format))
+        assert load_weights(Updater.load, updater, weights) == (True, "")
     sglang_plugin._end(lambda *_, **__: None, updater, run_post_load=False)
     output = SimpleNamespace(success=True, message="")
     manager = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(weight_updater=updater)))
@@ -219,15 +219,15 @@ def test_engines_load_all_buckets_of_a_call_in_their_turn(turn, order):
 
     for text in (plan.text, ""):  # The second time it knows the plan.
         request = updater.request(str(PlanFormat(plan.digest, turn, text)))
-        assert sglang_plugin._load(load, updater, sglang_plugin._receive(None, updater, **request)) == (True, "")
+        assert load_weights(load, updater, receive_weights(None, updater, **request)) == (True, "")
     assert "".join(loaded) == 2 * order
     assert [group.begun for group in updater._model_update_group.values()] == [2 * 2, 2 * 1]
 
 
 def test_no_bucket_is_received_after_one_that_fails():
     plan, updater = two_rounds(), Updater()
-    weights = sglang_plugin._receive(None, updater, **updater.request(str(PlanFormat(plan.digest, 1, plan.text))))
-    assert sglang_plugin._load(lambda updater, weights: (False, "no"), updater, weights) == (False, "no")
+    weights = receive_weights(None, updater, **updater.request(str(PlanFormat(plan.digest, 1, plan.text))))
+    assert load_weights(lambda updater, weights: (False, "no"), updater, weights) == (False, "no")
     assert [group.begun for group in updater._model_update_group.values()] == [0, 1]
 
 
@@ -262,8 +262,8 @@ def test_an_adapter_is_replaced_once_all_of_it_has_come(name, breaks, said):
     updater._model_update_group["g-0"] = Group(breaks)
     updater.get_model_runner = lambda: SimpleNamespace(lora_manager=manager)
     plan = UpdatePlan(1, NUM_BYTES, ((BUCKET,),), is_adapter=True)
-    weights = sglang_plugin._receive(None, updater, **updater.request(str(PlanFormat(plan.digest, 0, plan.text))))
-    success, message = sglang_plugin._load(None, updater, weights)
+    weights = receive_weights(None, updater, **updater.request(str(PlanFormat(plan.digest, 0, plan.text))))
+    success, message = load_weights(None, updater, weights)
     assert (success, message.startswith(said)) == (not said, True)
     values = {name: [float(number)] for number, name in enumerate(NAMES)}
     assert manager.calls == ([] if said else ["id", ("id", values, {"r": 4})])
@@ -272,10 +272,10 @@ def test_an_adapter_is_replaced_once_all_of_it_has_come(name, breaks, said):
 def test_an_engine_that_forgot_the_plan_or_lacks_a_group_says_so_before_it_receives():
     plan, updater = two_rounds(), Updater()
     with pytest.raises(KeyError):
-        sglang_plugin._receive(None, updater, **updater.request(str(PlanFormat("another", 0, ""))))
+        receive_weights(None, updater, **updater.request(str(PlanFormat("another", 0, ""))))
     del updater._model_update_group["g-1"]
     with pytest.raises(KeyError):
-        sglang_plugin._receive(None, updater, **updater.request(str(PlanFormat(plan.digest, 0, plan.text))))
+        receive_weights(None, updater, **updater.request(str(PlanFormat(plan.digest, 0, plan.text))))
     assert updater._model_update_group["g-0"].begun == 0
 
 

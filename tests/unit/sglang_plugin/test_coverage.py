@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dapo_mega.sglang_plugin.coverage import LoadTrace
+from dapo_mega.sglang_plugin.receiving import LoadTrace
 
 SHAPE = (6, 6)
 NAMES = ("gate", "up", "down", "wide")

@@ -8,7 +8,7 @@ import torch
 
 from dapo_mega.distributed import accelerator
 from dapo_mega.engines.sglang.weight_protocol import limit_of_group, limited_group
-from dapo_mega.sglang_plugin.joining import join_within_limit
+from dapo_mega.sglang_plugin import join_within_limit
 
 
 @pytest.mark.parametrize("limit_s", [0.25, 20.0, 600.0])

@@ -24,11 +24,11 @@ from dapo_mega.engines.sglang.weight_protocol import (
     PlannedBucket,
     UpdatePlan,
     group_with,
+    join_group,
     limit_of_group,
 )
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
 from dapo_mega.types import WeightSpec
-from dapo_mega.weight_sync.engine_groups import join_group
 
 _READER = """
 import base64, pickle, sys, torch.multiprocessing

@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import torch
 
-from dapo_mega.engines.sglang.weight_protocol import PlannedBucket, split_specs, unpacked
+from dapo_mega.engines.sglang.weight_protocol import ChunkedEncoding, PlannedBucket, split_specs, unpacked
 from dapo_mega.types import WeightBucket, WeightSpec
-from dapo_mega.weight_sync.encodings import ChunkedEncoding
 
 SIZES = {"a": (3, 5), "large": (40, 8), "b": (7,), "c": (20, 8), "d": (1,), "e": (2, 2), "last": (50, 8)}
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from dapo_mega.config import WeightSyncConfig
+from dapo_mega.engines.sglang.weight_protocol import join_group
 from dapo_mega.errors import FleetError
 from dapo_mega.weight_sync.agreement import Agreement
 from dapo_mega.weight_sync.broadcast import BroadcastSender, _have_succeeded
-from dapo_mega.weight_sync.engine_groups import join_group
 from dapo_mega.weight_sync.shared_memory import SharedMemorySender
 
 from .made_weights import TIMEOUT_S, URLS, Policy, SlowlyChanging, WithAdapters, holders
