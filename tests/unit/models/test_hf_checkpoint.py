@@ -67,6 +67,12 @@ def test_experts_that_are_stored_together_are_read_as_single_ones(tmp_path):
         check_source(HfCheckpoint(model), *load_architecture(model))
 
 
+def test_of_a_vision_model_multi_token_prediction_is_kept_too(model):
+    before = HfCheckpoint(model).names()
+    change(model, mtp__fc__weight=torch.zeros(1), model__visual__norm__weight=torch.zeros(1))
+    assert HfCheckpoint(model).names() == before | {"mtp.fc.weight"}
+
+
 def test_a_missing_and_an_additional_tensor_are_named_together(model):
     change(model, model__norm__weight=None, model__extra__weight=torch.zeros(3))
     with pytest.raises(InputError, match=r"lacks the tensors model\.norm\.weight; .*additional.*model\.extra\.weight"):
