@@ -3,22 +3,27 @@ does."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.trained_model import TrainedModel
+from dapo_mega.models.hf_checkpoint import mtp_names
 from dapo_mega.models.hf_writer import ShardWriter, copy_config_and_tokenizer, swap_in
+from dapo_mega.models.megatron_format.files import mtp_source
 from dapo_mega.models.peft_adapters import write_adapter
+from dapo_mega.types import NamedTensors
 
 _BUCKET_BYTES = 512 * 2**20
 
 
 def save_hf_checkpoint(model: TrainedModel, folder: Path) -> None:
-    """Collective. Weights in sharded safetensors; configuration and tokenizer copied from the starting model. A value
-    model becomes a token classifier with one label.
+    """Collective. Weights in sharded safetensors; configuration, tokenizer and layers of multi-token prediction
+    copied from the starting model. A value model becomes a token classifier with one label.
 
     Writes beside `folder` and renames, replacing an earlier export. Raises InputError on rank 0 if writing fails.
     """
@@ -28,7 +33,7 @@ def save_hf_checkpoint(model: TrainedModel, folder: Path) -> None:
     failure = None
     if writing:
         shutil.rmtree(partial, ignore_errors=True)
-    for bucket in model.weights(_BUCKET_BYTES):
+    for bucket in itertools.chain[NamedTensors](model.weights(_BUCKET_BYTES), _mtp_tensors(model)):
         if writing and failure is None:
             try:
                 shards.add(bucket)
@@ -44,6 +49,14 @@ def save_hf_checkpoint(model: TrainedModel, folder: Path) -> None:
     if failure:
         shutil.rmtree(partial, ignore_errors=True)
         raise InputError(f"cannot write the Hugging Face checkpoint {folder} ({failure}); free space and run again")
+
+
+def _mtp_tensors(model: TrainedModel) -> Iterator[NamedTensors]:
+    """The layers of multi-token prediction as the policy was started with, on rank 0."""
+    if model.processes.rank or not model.family.has_mtp_layers or model.arch.has_value_head:
+        return
+    if source := mtp_source(model.path):
+        yield from ([(name, source.tensor(name))] for name in mtp_names(source.names(), model.arch))
 
 
 def save_adapter(model: TrainedModel, folder: Path) -> None:

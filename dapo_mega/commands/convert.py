@@ -146,7 +146,7 @@ def _shard_gib(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Convert, compare and inspect checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    model = "folder with config.json and tokenizer, for a Megatron checkpoint that has none"
+    model = "folder with what a Megatron checkpoint lacks: config.json and tokenizer, multi-token prediction"
     for name, text in (
         ("hf-to-megatron", "write a Hugging Face checkpoint in Megatron's format"),
         ("megatron-to-hf", "write a Megatron checkpoint's weights in Hugging Face's format"),

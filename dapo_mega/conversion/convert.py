@@ -26,7 +26,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.megatron.weights import ChunkLayout
 from dapo_mega.models import Architecture, ModelFamily, ShardRule, take_shard
 from dapo_mega.models.families import PlacedTensor
-from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source
+from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, all_tensors, check_source, mtp_names
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer, save_shard, shard_files, write_index
 from dapo_mega.models.layouts import DELTA, GATED, delta_sections, gate_and_up, stacked, stacks
 from dapo_mega.models.megatron_format.entries import (
@@ -39,10 +39,12 @@ from dapo_mega.models.megatron_format.entries import (
 )
 from dapo_mega.models.megatron_format.files import (
     CRITIC_PREFIX,
+    MTP_STEM,
     OPTIMIZER_KEY,
     MegatronCheckpoint,
     MegatronFiles,
     is_megatron_folder,
+    mtp_source,
 )
 from dapo_mega.models.megatron_format.pickles import COMMON_FILE, read_common
 from dapo_mega.models.megatron_format.writing import Block, is_finite, owned, write_blocks, write_metadata
@@ -89,17 +91,26 @@ class Checkpoint:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        return {self.source.spec(name).dtype for name in self.names}
+        return {self.source.spec(name).dtype for name in self._own}
 
     @property
     def names(self) -> list[str]:
-        """The Hugging Face names of all tensors, in checkpoint order."""
+        """The Hugging Face names of all tensors, in checkpoint order, last those of multi-token prediction."""
+        return self._own + self.mtp_names
+
+    @property
+    def mtp_names(self) -> list[str]:
+        return mtp_names(self.source.names(), self.arch)
+
+    @property
+    def _own(self) -> list[str]:
         return [name for placed in all_tensors(self.family, self.arch) for name in placed.hf]
 
 
 def open_checkpoint(path: Path, model: Path | None = None, *, is_critic: bool = False) -> Checkpoint:
-    """Open and check a checkpoint of either format; `model` is a folder with config.json for a checkpoint without one.
-    With `is_critic` it is the critic beside the policy of a training checkpoint.
+    """Open and check a checkpoint of either format; `model` is a folder with what one in Megatron's format may lack: a
+    config.json, layers of multi-token prediction. With `is_critic` it is the critic beside the policy of a training
+    checkpoint.
 
     Raises InputError that names missing or additional tensors and those of a wrong shape.
     """
@@ -112,13 +123,29 @@ def open_checkpoint(path: Path, model: Path | None = None, *, is_critic: bool = 
             f"{path} holds no config.json; give a folder that has one with --model, such as the run's model"
         )
     stored = open_critic(path) if is_critic else open_any(path, companions)
+    if isinstance(stored.source, MegatronCheckpoint) and model and stored.family.has_mtp_layers and not is_critic:
+        stored.source.mtp = stored.source.mtp or mtp_source(model)
     check_source(stored.source, stored.family, stored.arch)
     return Checkpoint(stored.source, companions, stored.family, stored.arch, stored.config)
 
 
 def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
     """Write a Megatron checkpoint's weights as a Hugging Face one; see `write_folder`."""
-    parts = stacks(checkpoint.names)
+    files, shards, nbytes = _hf_outputs(checkpoint, checkpoint.names, shard_bytes)
+
+    def finish(folder: Path, records: Mapping[str, Any]) -> None:
+        _warn_of_not_finite(checkpoint, [name for names in records.values() for name in names or ()])
+        copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes, checkpoint.critic_config)
+        write_index(folder, shards, nbytes)
+
+    return write_folder(target, OutputFolder(_made_from(checkpoint, "megatron-to-hf", shard_bytes), files, finish))
+
+
+def _hf_outputs(
+    checkpoint: Checkpoint, names: Iterable[str], shard_bytes: int, stem: str = "model"
+) -> tuple[list[OutputFile], list[list[str]], int]:
+    """Safetensors files of these tensors, the names in each, and the bytes of all."""
+    parts = stacks(names)
     sizes = {name: sum(checkpoint.source.spec(part).nbytes for part in of) for name, of in parts.items()}
     shards = list(_split(list(parts), sizes.__getitem__, shard_bytes))
     files = [
@@ -127,15 +154,9 @@ def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
             sum(map(sizes.__getitem__, names)),
             partial(_write_shard, checkpoint.source, {name: parts[name] for name in names}),
         )
-        for file, names in zip(shard_files(len(shards)), shards, strict=True)
+        for file, names in zip(shard_files(len(shards), stem), shards, strict=True)
     ]
-
-    def finish(folder: Path, records: Mapping[str, Any]) -> None:
-        _warn_of_not_finite(checkpoint, [name for names in records.values() for name in names or ()])
-        copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes, checkpoint.critic_config)
-        write_index(folder, shards, sum(sizes.values()))
-
-    return write_folder(target, OutputFolder(_made_from(checkpoint, "megatron-to-hf", shard_bytes), files, finish))
+    return files, shards, sum(sizes.values())
 
 
 def _write_shard(source: TensorSource, parts: Mapping[str, list[str]], file: Path, advance: Advance) -> list[str]:
@@ -182,12 +203,10 @@ def to_megatron(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, 
     ]
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
-        _warn_of_not_finite(checkpoint, _labels_of_not_finite(records))
-        copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes)
-        write_metadata(folder, records, {}, checkpoint.arch.vocab_size)
+        _finish_megatron(checkpoint, folder, records, {})
 
     made_from = _made_from(checkpoint, "hf-to-megatron", shard_bytes, parallel)
-    files = _megatron_outputs(parts, no_extra_state(entries), shard_bytes)
+    files = _megatron_outputs(checkpoint, parts, no_extra_state(entries), shard_bytes)
     return write_folder(target, OutputFolder(made_from, files, finish))
 
 
@@ -200,19 +219,28 @@ def reshard(checkpoint: Checkpoint, target: Path, parallel: ParallelConfig, shar
     parts = [part for model in models for part in _resharded_blocks(model, parallel)]
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
-        _warn_of_not_finite(checkpoint, _labels_of_not_finite(records))
         if checkpoint.is_training:
             for content in (common, common["critic"]) if has_critic else (common,):
                 content["optimizer"] = _regrouped(content["optimizer"], parallel.expert > 1, checkpoint.arch)
             _copy_loop_state(checkpoint.path, folder, 2 if parallel.expert > 1 else 1)
-        copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes)
-        write_metadata(folder, records, common, checkpoint.arch.vocab_size)
+        _finish_megatron(checkpoint, folder, records, common)
         if checkpoint.is_training:
             write_manifest(folder)
 
     objects = {model.stored_key(key): data for model in models for key, data in model.files.read_objects().items()}
     made_from = _made_from(checkpoint, "reshard", shard_bytes, parallel)
-    return write_folder(target, OutputFolder(made_from, _megatron_outputs(parts, objects, shard_bytes), finish))
+    files = _megatron_outputs(checkpoint, parts, objects, shard_bytes)
+    return write_folder(target, OutputFolder(made_from, files, finish))
+
+
+def _finish_megatron(
+    checkpoint: Checkpoint, folder: Path, records: Mapping[str, Any], common: Mapping[str, Any]
+) -> None:
+    blocks = {file: items for file, items in records.items() if not file.startswith(MTP_STEM)}
+    beside = [name for file in records.keys() - blocks.keys() for name in records[file]]
+    _warn_of_not_finite(checkpoint, _labels_of_not_finite(blocks) + beside)
+    copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes)
+    write_metadata(folder, blocks, common, checkpoint.arch.vocab_size)
 
 
 def _resharded_blocks(checkpoint: Checkpoint, parallel: ParallelConfig) -> Iterator[tuple[int, Block]]:
@@ -248,7 +276,8 @@ def _split(items: Sequence[Item], nbytes: Callable[[Item], int], limit: int) -> 
             run, size = [], 0
         run.append(item)
         size += nbytes(item)
-    yield run
+    if run:
+        yield run
 
 
 def _places(checkpoint: Checkpoint, parallel: ParallelConfig) -> Iterator[tuple[PlacedTensor, Sequence[int]]]:
@@ -353,8 +382,9 @@ def _padded(placed: PlacedTensor, arch: Architecture, tensor_parallel: int) -> t
 
 
 def _megatron_outputs(
-    parts: Sequence[tuple[int, Block]], objects: Mapping[str, bytes], shard_bytes: int
+    checkpoint: Checkpoint, parts: Sequence[tuple[int, Block]], objects: Mapping[str, bytes], shard_bytes: int
 ) -> list[OutputFile]:
+    """The files of blocks, and those of multi-token prediction."""
     by_file: dict[int, list[Block]] = {}
     for file, block in parts:
         by_file.setdefault(file, []).append(block)
@@ -364,7 +394,7 @@ def _megatron_outputs(
             here = {} if outputs else objects
             write = partial(write_blocks, run, here)
             outputs.append(OutputFile(f"__{file}_{part}.distcp", sum(block.nbytes for block in run), write))
-    return outputs
+    return outputs + _hf_outputs(checkpoint, checkpoint.mtp_names, shard_bytes, MTP_STEM)[0]
 
 
 def _check_common_dtypes(checkpoint: Checkpoint, entries: Mapping[PlacedTensor, Entry]) -> None:

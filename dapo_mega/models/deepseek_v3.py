@@ -65,5 +65,5 @@ FAMILY = ModelFamily(
     model_type="deepseek_v3",
     read=_read,
     per_layer=deepseek.PER_LAYER,
-    drops_further_layers=True,
+    has_mtp_layers=True,
 )

@@ -107,8 +107,8 @@ class ModelFamily:
     per_layer: tuple[TensorRule, ...]
     before_layers: tuple[TensorRule, ...] = EMBEDDING
     after_layers: tuple[TensorRule, ...] = OUTPUT
-    drops_further_layers: bool = False
-    """Whether layers on disk beyond num_hidden_layers are left out, as transformers does (multi-token prediction)."""
+    has_mtp_layers: bool = False
+    """Whether checkpoints may have layers of multi-token prediction, which are kept and not computed."""
     has_token_classifier: bool = True
     """Whether transformers has a token classifier of the family, which value models are exported as."""
     class_prefix: str = ""

@@ -42,6 +42,6 @@ FAMILY = ModelFamily(
     model_type="glm4_moe",
     read=_read,
     per_layer=(*rules.ATTENTION, *deepseek.MLP),
-    drops_further_layers=True,
+    has_mtp_layers=True,
     has_token_classifier=False,
 )

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,7 +53,8 @@ _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 # Where vision models keep their language model's tensors, and those of its tensors that belong to it.
 _LANGUAGE = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(?=(?:layers|embed_tokens|norm)\.)")
 _HEAD = re.compile(r"language_model\.(?=(?:lm_head|score)\.)")
-_OF_LANGUAGE = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "score.")
+_MTP = "mtp."
+_OF_LANGUAGE = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "score.", _MTP)
 _VISION = re.compile(r"(?:model\.)?(?:language_model|visual|vision_tower|vision_model)\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NUM_NAMED = 8
@@ -105,11 +106,11 @@ class HfCheckpoint:
     weights with scales of their blocks are listed and read as bf16.
     """
 
-    def __init__(self, path: Path, only_file: str | None = None) -> None:
-        """Opens every file, or the only one, which checks that its header is sound and that it has the length the
-        header says."""
+    def __init__(self, path: Path, files: Iterable[str] = ()) -> None:
+        """Opens all files, or those named, which checks that their headers are sound and that they have the lengths the
+        headers say."""
         self.path = path
-        listed = dict.fromkeys(_open(path / only_file).keys(), only_file) if only_file else _read_index(path)
+        listed = {name: file for file in files for name in _specs(path / file)} or _read_index(path)
         held = {file: _specs(path / file) for file in sorted(set(listed.values()))}
         places = {name: file for file, specs in held.items() for name in specs}
         self._stored = _language_names(places)
@@ -205,7 +206,7 @@ def _split_experts(stored: Mapping[str, TensorSpec]) -> tuple[dict[str, tuple[st
                 continue
             del specs[stack + SCALES]
             one = TensorSpec((2 * width * groups, rows), torch.bfloat16)
-        if not part_name(stack, 0) or not spec.shape:
+        if not part_name(stack, 0) or not spec.shape or name.startswith(_MTP):
             continue
         del specs[name]
         has_biases = stack.endswith("_bias") or f"{stack}_bias" in stored
@@ -308,8 +309,9 @@ def check_source(source: TensorSource, family: ModelFamily, arch: Architecture) 
             source.path,
             source.num_left_out,
         )
-    if family.drops_further_layers:
-        additional -= _further_layers(source, additional, arch)
+    if family.has_mtp_layers and (heads := mtp_names(additional, arch)):
+        additional -= set(heads)
+        logger.info("%s: %d tensors of multi-token prediction are kept, and not trained", source.path, len(heads))
     if arch.tied_embeddings:
         additional -= _tied_copies(source, additional)
     problems = [f"lacks the tensors {_listed(missing)}"] if missing else []
@@ -322,22 +324,10 @@ def check_source(source: TensorSource, family: ModelFamily, arch: Architecture) 
         )
 
 
-def _further_layers(source: TensorSource, names: set[str], arch: Architecture) -> set[str]:
-    """Tensors of layers beyond the model's, with a warning that they are left out."""
-    further = {
-        name
-        for name in names
-        if name.startswith("mtp.") or ((found := _LAYER.match(name)) and int(found[1]) >= arch.num_layers)
-    }
-    if further:
-        logger.warning(
-            "%s: %d tensors of layers beyond num_hidden_layers=%d (multi-token prediction) are left out, "
-            "also of what is exported",
-            source.path,
-            len(further),
-            arch.num_layers,
-        )
-    return further
+def mtp_names(names: Iterable[str], arch: Architecture) -> list[str]:
+    """The tensors of multi-token-prediction layers: those under `mtp.`, and of layers beyond num_hidden_layers."""
+    layers = {name: _LAYER.match(name) for name in sorted(names)}
+    return [name for name, of in layers.items() if name.startswith(_MTP) or (of and int(of[1]) >= arch.num_layers)]
 
 
 def _tied_copies(source: TensorSource, names: set[str]) -> set[str]:

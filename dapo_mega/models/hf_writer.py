@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dapo_mega.atomic_files import errors_naming, replace_file
 from dapo_mega.models.families import read_config
-from dapo_mega.models.hf_checkpoint import INDEX_FILE, SINGLE_FILE
+from dapo_mega.models.hf_checkpoint import INDEX_FILE
 
 SHARD_BYTES = 4 * 2**30
 
@@ -88,11 +88,11 @@ def set_usual_permissions(file: Path) -> None:
         file.chmod(mode)
 
 
-def shard_files(count: int) -> list[str]:
+def shard_files(count: int, stem: str = "model") -> list[str]:
     """File names of a checkpoint of `count` shards, in order."""
     if count == 1:
-        return [SINGLE_FILE]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def write_index(folder: Path, shards: Sequence[Sequence[str]], total_bytes: int) -> None:

@@ -198,7 +198,7 @@ class PeftAdapter:
                 raise InputError(
                     f"{name}={own} but the adapter in {path} has {key}={raw.get(key)}; set {name}={raw.get(key)}"
                 )
-        self._file = HfCheckpoint(path, WEIGHTS_FILE)
+        self._file = HfCheckpoint(path, [WEIGHTS_FILE])
         self._names = self._file.names()
         wanted = trained_names(family, arch, lora.targets)
         if unlike := sorted(wanted ^ self._names):

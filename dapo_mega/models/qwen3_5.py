@@ -21,7 +21,7 @@ FAMILY = ModelFamily(
     model_type="qwen3_5_text",
     read=_read,
     per_layer=(*ATTENTION, rules.MLP_NORM, *rules.DENSE_MLP),
-    drops_further_layers=True,
+    has_mtp_layers=True,
     has_token_classifier=False,
     class_prefix="Qwen3_5",
 )

@@ -25,7 +25,7 @@ FAMILY = ModelFamily(
     model_type="qwen3_5_moe_text",
     read=_read,
     per_layer=(*ATTENTION, rules.MLP_NORM, *rules.EXPERTS, *rules.shared_expert("shared_expert")),
-    drops_further_layers=True,
+    has_mtp_layers=True,
     has_token_classifier=False,
     class_prefix="Qwen3_5Moe",
 )

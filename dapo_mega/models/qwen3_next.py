@@ -79,5 +79,5 @@ FAMILY = ModelFamily(
         *rules.EXPERTS,
         *rules.shared_expert("shared_expert"),
     ),
-    drops_further_layers=True,
+    has_mtp_layers=True,
 )

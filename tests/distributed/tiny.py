@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from dapo_mega.batching.samples import Sample, single_turn
 
@@ -364,6 +365,26 @@ def has_delta() -> bool:
 
 if has_delta():
     FAMILY_MODELS.update(DELTA_MODELS)
+
+
+def add_mtp_layers(model: Path) -> dict[str, Tensor]:
+    """Give a tiny DeepSeek-V3 or Qwen3-Next a layer of multi-token prediction as the published have it, in bf16, with
+    values of any bits; returns it."""
+    tensors = load_file(model / "model.safetensors")
+    layer, prefix, own = "model.layers.4.", "model.layers.4.", {"enorm": 1, "hnorm": 1, "eh_proj": 2}
+    if "model.layers.3.self_attn.kv_b_proj.weight" not in tensors:
+        layer, prefix, own = "mtp.layers.0.", "mtp.", {"pre_fc_norm_embedding": 1, "norm": 1, "fc": 2}
+    hidden = tensors["model.norm.weight"].numel()
+    shapes = {f"{prefix}{name}.weight": (hidden, hidden * size)[2 - size :] for name, size in own.items()}
+    last = "model.layers.3."
+    shapes |= {layer + name.removeprefix(last): t.shape for name, t in tensors.items() if name.startswith(last)}
+    if prefix == "mtp.":  # A stack of experts, as Qwen3.5 has them.
+        shapes |= {f"{layer}mlp.experts.gate_up_proj": (2, 6, hidden)}
+    rng = torch.Generator().manual_seed(7)
+    added = {name: torch.randn(shape, generator=rng).bfloat16() for name, shape in shapes.items()}
+    next(iter(added.values()))[:3] = torch.tensor([float("nan"), -0.0, float("inf")])
+    save_file(tensors | added, model / "model.safetensors", metadata={"format": "pt"})
+    return added
 
 
 def save_random(config: Any, folder: Path, seed: int = 0, scale: float = 0.15) -> Path:

@@ -100,6 +100,7 @@ def test_one_folder_knows_megatron_and_nothing_above_it():
             if (is_inside and is_above) or (is_megatron and not is_inside):
                 offences.append(f"{path.relative_to(PACKAGE.parent)} imports {name}")
     assert offences == []
+    assert [path.name for path in MEGATRON_SURFACE.rglob("*.py") if "GPTModel" in path.read_text()] == ["decoder.py"]
 
 
 def test_every_room_says_what_lives_there():

@@ -1,7 +1,7 @@
 """The model: pipeline stages of a decoder that run packed micro-batches, whatever their head.
 
 All that is known of GPTModel is here: the base of `PackedStage`, the arguments that `build_chunks` makes it of, and how
-it is called. Megatron 0.19 announces its end ([what a move would change](../../README.md#megatron-core)).
+it is called. Megatron 0.19 announces its end ([what a move changes](../../README.md#from-gptmodel-to-hybridmodel)).
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ from dapo_mega.atomic_files import check_regular, read_json_object
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, ModelFamily, ShardRule, merge_shards
 from dapo_mega.models.families import PlacedTensor
-from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, check_count
+from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, check_count, mtp_names
 from dapo_mega.models.hf_shapes import hf_shape
+from dapo_mega.models.hf_writer import shard_files
 from dapo_mega.models.megatron_format.entries import DELTA_PARTS, stored_entries, stored_shape
 from dapo_mega.models.megatron_format.pickles import (
     DAMAGED_PICKLE,
@@ -53,6 +54,9 @@ OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 
 CRITIC_PREFIX = "critic."
 """What the names of a value model's tensors begin with that is stored beside a policy."""
+
+MTP_STEM = "mtp"
+"""How the names of the safetensors files begin that keep layers of multi-token prediction beside a model."""
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 """Peft's configuration, which a checkpoint of adapters alone has beside them."""
@@ -224,18 +228,23 @@ class MegatronCheckpoint:
             for placed, entry in entries.items():
                 if placed.layout is ShardRule.VOCAB and entry.key in self.files.tensors:
                     self._check_padding(entry.key)
+        self.mtp = None if is_critic else mtp_source(path)
+        """What holds the layers of multi-token prediction, if there are any."""
         # A parameter that is made of several tensors is asked for once per tensor.
         self._last: tuple[PlacedTensor | None, list[Tensor]] = (None, [])
 
     def names(self) -> set[str]:
         found = {name for name, (_, entry) in self._places.items() if entry.key in self.files.tensors}
         weights = {key for key in self.files.tensors if not OPTIMIZER_KEY.fullmatch(key)}
-        return found | (weights - self._known)
+        beside = mtp_names(self.mtp.names(), self._arch) if self.mtp else []
+        return found | (weights - self._known) | set(beside)
 
     def weight_files(self) -> set[str]:
         return self.files.block_files()
 
     def spec(self, name: str) -> TensorSpec:
+        if self.mtp and name not in self._places:
+            return self.mtp.spec(name)
         placed, entry = self._places[name]
         stored = self.files.tensors[entry.key]
         shape = tuple(stored.size)
@@ -246,6 +255,8 @@ class MegatronCheckpoint:
         return TensorSpec(shape, stored.properties.dtype)
 
     def tensor(self, name: str) -> Tensor:
+        if self.mtp and name not in self._places:
+            return self.mtp.tensor(name)
         if name not in self._places:
             raise InputError(f"{self.path} lacks the tensor {name!r}; is it a checkpoint of another model?")
         placed, entry = self._places[name]
@@ -298,6 +309,17 @@ def _recorded_vocab_size(path: Path) -> int | None:
 def is_megatron_folder(path: Path) -> bool:
     """Whether the folder has any file of Megatron's format, even an incomplete checkpoint."""
     return os.path.lexists(path / METADATA_FILE) or any(path.glob(_BLOCK_FILES))
+
+
+def mtp_source(path: Path) -> HfCheckpoint | None:
+    """The files with the layers of multi-token prediction of the model in a folder, if it has any: with all others of a
+    Hugging Face checkpoint, or beside one in Megatron's format."""
+    if not is_megatron_folder(path):
+        return HfCheckpoint(path)
+    files = sorted(file.name for file in path.glob(f"{MTP_STEM}*.safetensors"))
+    if files and files != shard_files(len(files), MTP_STEM):
+        raise InputError(f"{path} has only some of the files {MTP_STEM}-*.safetensors: {files}; copy it again")
+    return HfCheckpoint(path, files) if files else None
 
 
 def open_source(path: Path, family: ModelFamily, arch: Architecture) -> TensorSource:

@@ -21,15 +21,17 @@ from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from dapo_mega.conversion.convert import open_checkpoint, to_hf
+from dapo_mega.conversion.convert import open_checkpoint, to_hf, to_megatron
+from dapo_mega.conversion.verification import different_tensors
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.core.repairs import background_writing
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
+from dapo_mega.models.hf_checkpoint import HfCheckpoint, same_bits
 from dapo_mega.models.megatron_format.pickles import read_common, read_metadata
-from tests.distributed.tiny import make_model, make_samples
+from tests.distributed.tiny import add_mtp_layers, make_deepseek_v3_model, make_model, make_samples
 
 
 @pytest.fixture(scope="module")
@@ -295,3 +297,25 @@ def test_a_checkpoint_becomes_the_export_of_its_step_by_itself(model, processes,
     exported, converted = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "converted"))
     assert exported.keys() == converted.keys()
     assert all(torch.equal(tensor, converted[name]) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize("form", ["Hugging Face", "Megatron"])
+def test_exports_keep_layers_of_multi_token_prediction_as_they_were(processes, tmp_path, form):
+    model = make_deepseek_v3_model(tmp_path / "model")
+    added = add_mtp_layers(model)
+    if form == "Megatron":
+        to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(), 2**30)
+    subject = policy(tmp_path / "megatron" if form == "Megatron" else model, processes, "bf16")
+    update(subject, 0)
+    save_hf_checkpoint(subject, tmp_path / "exported")
+    exported, before = HfCheckpoint(tmp_path / "exported"), HfCheckpoint(model)
+    assert exported.names() == before.names()
+    assert all(same_bits(exported.tensor(name), tensor) for name, tensor in added.items())
+    name = "model.layers.3.self_attn.o_proj.weight"
+    assert not torch.equal(exported.tensor(name), before.tensor(name).bfloat16())
+    # A run's checkpoint does not hold them: its conversion is given the model.
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    store.save(subject, state(1), 1)
+    to_hf(open_checkpoint(store.latest(), model), tmp_path / "converted", 2**30)
+    assert different_tensors(open_checkpoint(tmp_path / "exported"), open_checkpoint(tmp_path / "converted")) == []
+    assert not added.keys() & set(open_checkpoint(store.latest()).names)

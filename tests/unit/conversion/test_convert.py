@@ -27,8 +27,9 @@ from dapo_mega.conversion.verification import (
     different_tensors,
 )
 from dapo_mega.errors import InputError
+from dapo_mega.models.hf_checkpoint import HfCheckpoint
 from dapo_mega.models.megatron_format.writing import Block, write_blocks
-from tests.distributed.tiny import FAMILY_MODELS, make_model
+from tests.distributed.tiny import DELTA_MODELS, FAMILY_MODELS, add_mtp_layers, make_model
 
 TP2 = {"tensor": 2, "sequence": True}
 SMALL = 40_000  # bytes of a file: several files of several tensors
@@ -94,6 +95,24 @@ def test_there_and_back_is_exact_for_every_family(tmp_path, name):
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     assert_same_weights(tmp_path / "back", model)
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+def test_layers_of_multi_token_prediction_come_back_bit_by_bit(tmp_path, name):
+    model = {**FAMILY_MODELS, **DELTA_MODELS}[name](tmp_path / "model", num_nextn_predict_layers=1)
+    added = add_mtp_layers(model)
+    to_megatron(open_checkpoint(model), tmp_path / "whole", ParallelConfig(), 2**30)
+    to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(**TP2, expert_tensor=2), SMALL)
+    reshard(open_checkpoint(tmp_path / "megatron"), tmp_path / "resharded", ParallelConfig(pipeline=2), SMALL)
+    for source in ("whole", "resharded"):
+        to_hf(open_checkpoint(tmp_path / source), tmp_path / f"{source} back", SMALL)
+        assert_same_weights(tmp_path / f"{source} back", model)
+    assert added.keys() < HfCheckpoint(tmp_path / "whole back").names()
+    assert json.loads((tmp_path / "whole back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    for file in (tmp_path / "megatron").glob("mtp-*1-of-*"):
+        file.unlink()
+    with pytest.raises(InputError, match=r"megatron has only some of the files mtp-\*\.safetensors: .*; copy it again"):
+        open_checkpoint(tmp_path / "megatron")
 
 
 def test_bf16_bits_and_companions_survive(tmp_path):

@@ -15,7 +15,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.models import load_architecture
 from dapo_mega.models.hf_checkpoint import INDEX_FILE, HfCheckpoint, check_source
 from dapo_mega.weight_sync.fp8 import quantise
-from tests.distributed.tiny import DELTA_MODELS, FAMILY_MODELS, VOCAB_SIZE, make_model
+from tests.distributed.tiny import FAMILY_MODELS, VOCAB_SIZE, make_model
 
 
 @pytest.fixture
@@ -67,12 +67,10 @@ def test_experts_that_are_stored_together_are_read_as_single_ones(tmp_path):
         check_source(HfCheckpoint(model), *load_architecture(model))
 
 
-def test_layers_of_multi_token_prediction_are_left_out_with_a_warning(tmp_path, caplog):
-    model = DELTA_MODELS["qwen3_next"](tmp_path / "model")
-    tensors = load_file(model / "model.safetensors")
-    save_file({**tensors, "mtp.fc.weight": torch.zeros(48, 96)}, model / "model.safetensors")
-    check_source(HfCheckpoint(model), *load_architecture(model))
-    assert "1 tensors of layers beyond num_hidden_layers=4 (multi-token prediction) are left out" in caplog.text
+def test_of_a_vision_model_multi_token_prediction_is_kept_too(model):
+    before = HfCheckpoint(model).names()
+    change(model, mtp__fc__weight=torch.zeros(1), model__visual__norm__weight=torch.zeros(1))
+    assert HfCheckpoint(model).names() == before | {"mtp.fc.weight"}
 
 
 def test_a_missing_and_an_additional_tensor_are_named_together(model):
