@@ -365,6 +365,9 @@ def has_delta() -> bool:
 if has_delta():
     FAMILY_MODELS.update(DELTA_MODELS)
 
+FAMILIES = tuple(name for name in FAMILY_MODELS if "," not in name)
+"""One model of each family, for what a family's code decides and its models' switches do not."""
+
 
 def save_random(config: Any, folder: Path, seed: int = 0, scale: float = 0.15) -> Path:
     """A float32 checkpoint of `config` with logits that have some shape, and with norms and biases that matter."""
