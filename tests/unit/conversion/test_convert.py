@@ -28,7 +28,7 @@ from dapo_mega.conversion.verification import (
 )
 from dapo_mega.errors import InputError
 from dapo_mega.models.megatron_format.writing import Block, write_blocks
-from tests.distributed.tiny import FAMILY_MODELS, make_model
+from tests.distributed.tiny import FAMILIES, FAMILY_MODELS, make_model
 
 TP2 = {"tensor": 2, "sequence": True}
 SMALL = 40_000  # bytes of a file: several files of several tensors
@@ -76,7 +76,7 @@ def set_vocab_size(folder, value):
     config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": value}))
 
 
-@pytest.mark.parametrize("name", FAMILY_MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_there_and_back_is_exact_for_every_family(tmp_path, name):
     model = FAMILY_MODELS[name](tmp_path / "model")
     checkpoint = open_checkpoint(model)
