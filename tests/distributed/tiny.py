@@ -366,6 +366,9 @@ def has_delta() -> bool:
 if has_delta():
     FAMILY_MODELS.update(DELTA_MODELS)
 
+FAMILIES = tuple(name for name in FAMILY_MODELS if "," not in name)
+"""One model of each family, for what a family's code decides and its models' switches do not."""
+
 
 def add_mtp_layers(model: Path) -> dict[str, Tensor]:
     """Give a tiny DeepSeek-V3 or Qwen3-Next a layer of multi-token prediction as the published have it, in bf16, with

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests import te_cpu
+from tests.distributed.tiny import FAMILIES
 from tests.integration.sglang_servers import sglang_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500)]
@@ -32,9 +33,12 @@ def on_the_emulated_device(*arguments):
 
 POLICY = "tests/numerics/test_policy_against_transformers.py"
 DEEPSEEK = "tests/numerics/test_deepseek.py"
-# Every family's log-probs and one update.
+# One update of every family, and of tied layers with biases, and the log-probs behind it.
 IN_GATE = (
-    f"{POLICY}::test_one_supervised_step_equals_that_of_transformers",
+    *(
+        f"{POLICY}::test_one_supervised_step_equals_that_of_transformers[{name}]"
+        for name in (*FAMILIES, "qwen2, tied", "llama, all biases, tied")
+    ),
     f"{DEEPSEEK}::test_an_update_moves_each_bias_towards_balance",
 )
 

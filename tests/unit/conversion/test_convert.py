@@ -29,7 +29,7 @@ from dapo_mega.conversion.verification import (
 from dapo_mega.errors import InputError
 from dapo_mega.models.hf_checkpoint import HfCheckpoint
 from dapo_mega.models.megatron_format.writing import Block, write_blocks
-from tests.distributed.tiny import DELTA_MODELS, FAMILY_MODELS, add_mtp_layers, make_model
+from tests.distributed.tiny import DELTA_MODELS, FAMILIES, FAMILY_MODELS, add_mtp_layers, make_model
 
 TP2 = {"tensor": 2, "sequence": True}
 SMALL = 40_000  # bytes of a file: several files of several tensors
@@ -77,7 +77,7 @@ def set_vocab_size(folder, value):
     config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": value}))
 
 
-@pytest.mark.parametrize("name", FAMILY_MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_there_and_back_is_exact_for_every_family(tmp_path, name):
     model = FAMILY_MODELS[name](tmp_path / "model")
     checkpoint = open_checkpoint(model)
