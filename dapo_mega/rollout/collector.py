@@ -186,6 +186,7 @@ class Collector:
         oldest = version - self._config.algorithm.max_staleness
         expired = [g for g in self._open.values() if not g.is_complete and g.oldest_version(self._engine.open) < oldest]
         self._give_up(expired)
+        self._counted += expired
         stats.given_up += [GroupFate("expired", g.prompt, unscored=g.unscored) for g in expired]
         self._start(self._open.values())
         first_round = admission.first_round(len(self.buffer))

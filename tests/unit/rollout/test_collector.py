@@ -463,6 +463,26 @@ def test_a_step_that_is_stopped_leaves_the_state_that_it_began_with():
     assert ids[0] == ids[1]
 
 
+def test_a_group_that_a_stopped_step_gave_up_is_counted_by_the_run_that_continues():
+    engine = StoppedEngine(every_other, after=10**6)
+    engine.order = straggler
+    subject = collector(engine, partial())
+    for engine.version in range(2):
+        subject.collect(engine.version)
+    engine.version, engine.left = 2, 1
+    with pytest.raises(StopRequested):
+        subject.collect(2)
+    assert engine.cancelled == [3]
+    after = ScriptedEngine(every_other)
+    after.version = 2
+    resumed = collector(after, partial())
+    resumed.load_state(*subject.state())
+    _, metrics = resumed.collect(2)
+    assert metrics["rollout/groups_expired_in_flight"] == 1
+    (expired,) = (fate for fate in resumed.pop_fates() if fate.outcome == "expired")
+    assert [trajectory.id for trajectory in expired.unscored] == [0, 1, 2]
+
+
 def every_third(prompt, request_id):
     return request_id % 3 == 0
 
