@@ -95,10 +95,10 @@ def num_trained_parameters(arch: Architecture, lora: LoraConfig) -> int:
 
 
 def adapter_numels(placement: RankLayout, chunk: Chunk, lora: LoraConfig) -> tuple[list[int], list[int]]:
-    """Elements of each A and B of a chunk on one process: outside of experts, and of experts. B has rows for all parts
-    of a fused layer."""
+    """Elements of each A and B of a chunk on one process, and of a value model's head: outside of experts, and of
+    experts. B has rows for all parts of a fused layer."""
     parallel, arch, rank = placement.parallel, placement.arch, lora.rank
-    dense: list[int] = []
+    dense = [arch.hidden_size] * (arch.has_value_head and chunk.is_last)
     experts: list[int] = []
     alike = {(arch.has_experts(layer), arch.has_delta(layer)): layer for layer in chunk.layers}
     for layer in chunk.layers:

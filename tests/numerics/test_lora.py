@@ -16,6 +16,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, WithoutAdapters
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
+from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.models.hf_checkpoint import HfCheckpoint
 from dapo_mega.planning.parameters import num_parameters, num_trained_parameters, stage_bytes
 from dapo_mega.planning.rank_layout import RankLayout
@@ -212,13 +213,20 @@ def test_changed_adapters_take_effect_at_a_resume(tmp_path, processes):
 
 @pytest.mark.parametrize("make", [make_qwen3_model, make_moe_model])
 def test_planned_bytes_are_those_that_megatron_allocates(tmp_path, processes, make):
-    model = make(tmp_path / "model")
-    policy = make_policy(model, processes, **SOME)
+    path, lora = make(tmp_path / "model"), LoraConfig(**SOME)
+    model = ModelConfig(path=str(path), dtype="fp32")
+    policy = make_policy(path, processes, **SOME)
     policy.update([TokenBatch(pack(make_samples(3)))], SupervisedLoss())
     placement = RankLayout(policy.arch, ParallelConfig(), 1)
-    planned = stage_bytes(placement, 0, ModelConfig(path=str(model), dtype="fp32"), ComputeConfig(), LoraConfig(**SOME))
-    weights = storage_bytes(parameter for chunk in policy.chunks for parameter in chunk.parameters())
-    assert planned.parameters == pytest.approx(weights, rel=0.01)
-    assert planned.gradients == storage_bytes(buffer.grad_data for buffer in gradient_buffers(policy))
-    assert planned.optimizer == pytest.approx(optimizer_bytes(policy), rel=0.02)
+    critic = ValueModel(
+        model, ParallelConfig(), OptimizerConfig(), processes, updates_per_step=1, num_steps=1, lora=lora
+    )
+    for trained, where in ((policy, placement), (critic, placement.of_critic)):
+        planned = stage_bytes(where, 0, model, ComputeConfig(), lora)
+        weights = storage_bytes(parameter for chunk in trained.chunks for parameter in chunk.parameters())
+        assert planned.parameters == pytest.approx(weights, rel=0.01)
+        assert planned.gradients == storage_bytes(buffer.grad_data for buffer in gradient_buffers(trained))
+    assert stage_bytes(placement, 0, model, ComputeConfig(), lora).optimizer == pytest.approx(
+        optimizer_bytes(policy), rel=0.02
+    )
     assert num_trained_parameters(policy.arch, LoraConfig(**EVERY)) > num_parameters(policy.arch) / 100
