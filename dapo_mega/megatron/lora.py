@@ -24,7 +24,8 @@ from dapo_mega.megatron.weights import ChunkLayout, fill_parameters, local_param
 from dapo_mega.models import ShardRule, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_shapes import hf_shape
-from dapo_mega.models.layouts import GATED
+from dapo_mega.models.layouts import DELTA, GATED, delta_sections
+from dapo_mega.models.megatron_format.entries import DELTA_PARTS
 from dapo_mega.models.peft_adapters import (
     AdapterSource,
     NewAdapter,
@@ -132,6 +133,10 @@ class Lora:
             if name is None:
                 continue
             rank, size = shard_of(placed, self._processes)
+            sections: dict[str, int] = {}
+            if placed.layout in DELTA:
+                rows = delta_sections(size * len(self.parameters[name]), self.layout.arch)
+                sections = {part: num // size for part, num in zip(DELTA_PARTS, rows, strict=True)}
             state[name] = sharded_parameter(
                 placed.megatron[0],
                 self.parameters[name],
@@ -139,6 +144,7 @@ class Lora:
                 (rank, size),
                 is_expert=placed.expert is not None,
                 in_halves=placed.layout in GATED,
+                sections=sections,
             )
         return state
 
@@ -155,7 +161,8 @@ class Lora:
         """Adapters among the keys of a checkpoint that are no target here."""
         chunks = range(self.layout.num_chunks)
         known = {placed.megatron[0] for chunk in chunks for placed in self.layout.tensors(chunk)}
-        return [key for key in saved if ".lora." in key and key.startswith("decoder.") and key not in known]
+        here = [key for key in saved if ".lora." in key and key.startswith("decoder.")]
+        return [key for key in here if not {key, key.rpartition(".")[0]} & known]
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:

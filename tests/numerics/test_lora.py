@@ -24,13 +24,31 @@ from dapo_mega.types import GenerationRequest, SamplingParams
 from tests.distributed.allocations import gradient_buffers, optimizer_bytes, storage_bytes
 from tests.distributed.test_lora import make_adapter
 from tests.distributed.three_updates import relative_error
-from tests.distributed.tiny import make_model, make_moe_model, make_phi3_model, make_qwen3_model, make_samples
+from tests.distributed.tiny import (
+    has_delta,
+    make_deepseek_v2_model,
+    make_deepseek_v3_model,
+    make_gemma3_model,
+    make_gpt_oss_model,
+    make_model,
+    make_moe_model,
+    make_olmo2_model,
+    make_olmo3_model,
+    make_phi3_model,
+    make_qwen3_5_model,
+    make_qwen3_model,
+    make_qwen3_next_model,
+    make_samples,
+)
 
 from .closeness import assert_alike
 from .test_policy_against_transformers import pack, transformers_logprobs
 
 EVERY = {"rank": 4, "alpha": 8.0}
 SCALE = 2.0
+LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+DELTA = ("in_proj_qkvz", "out_proj", "o_proj")
+needs_delta = pytest.mark.skipif(not has_delta(), reason="this Megatron-Core has no gated delta layers for packs")
 SOME = {**EVERY, "targets": ("q_proj", "v_proj", "down_proj")}
 
 
@@ -81,7 +99,8 @@ def transformers_names(weights):
 
 
 @pytest.mark.parametrize(
-    ("make", "lora"), [(make_qwen3_model, SOME), (make_qwen3_model, EVERY), (make_moe_model, EVERY)]
+    ("make", "lora"),
+    [(make_qwen3_model, SOME), (make_qwen3_model, EVERY), (make_moe_model, EVERY), (make_deepseek_v3_model, EVERY)],
 )
 def test_gradients_of_a_and_b_are_those_of_float64(tmp_path, processes, make, lora):
     model = make(tmp_path / "model")
@@ -142,7 +161,20 @@ def test_an_engine_that_gets_merged_weights_agrees_with_the_policy(tmp_path, pro
 
 @pytest.mark.parametrize(
     ("make", "lora"),
-    [(partial(make_qwen3_model, attention_bias=True), EVERY), (make_qwen3_model, SOME), (make_phi3_model, EVERY)],
+    [
+        (partial(make_qwen3_model, attention_bias=True), EVERY),
+        (make_qwen3_model, SOME),
+        (make_phi3_model, EVERY),
+        (make_gpt_oss_model, EVERY),
+        (make_olmo2_model, EVERY),
+        (make_olmo3_model, EVERY),
+        (make_gemma3_model, EVERY),
+        (make_deepseek_v2_model, {**EVERY, "targets": ("q_proj", *LATENT)}),
+        (make_deepseek_v3_model, {**EVERY, "targets": ("q_a_proj", "q_b_proj", *LATENT)}),
+        pytest.param(make_qwen3_next_model, {**EVERY, "targets": DELTA}, marks=needs_delta),
+        pytest.param(make_qwen3_next_model, {**EVERY, "targets": ("in_proj_ba", *DELTA)}, marks=needs_delta),
+        pytest.param(make_qwen3_5_model, EVERY, marks=needs_delta),
+    ],
 )
 def test_an_adapter_goes_to_peft_and_back(tmp_path, processes, make, lora):
     peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -174,7 +206,8 @@ def test_an_adapter_goes_to_peft_and_back(tmp_path, processes, make, lora):
         assert float((expected - policy.score([batch])[0].logprobs).abs().max()) > 1e-3
         assert_alike(ours_again.score([batch])[0].logprobs, expected)
         whole = theirs.merge_and_unload().state_dict()
-    for name, tensor in ((name, t) for bucket in ours_again.weights(1 << 20) for name, t in bucket):
+    ours = dict(pair for bucket in ours_again.weights(1 << 20) for pair in bucket)
+    for name, tensor in transformers_names(ours).items():
         assert_alike(tensor, whole[name], name=name)
 
 
