@@ -11,8 +11,8 @@ ALL_LINEAR = "all-linear"
 
 
 class LoraConfig(Section):
-    """Trains, in place of the policy's weights W, matrices A and B beside them: W + alpha / rank B A (LoRA, arXiv
-    2106.09685). The reference of a KL penalty is the policy without them."""
+    """Trains, in place of the weights W of the policy and of a critic, matrices A and B beside them: W + alpha / rank B
+    A (LoRA, arXiv 2106.09685); a critic's head learns too. The reference of a KL penalty is the policy without them."""
 
     rank: int = Field(default=32, ge=1)
     """Rows of A, columns of B."""
@@ -26,7 +26,7 @@ class LoraConfig(Section):
     """Share of A's inputs that are set to 0 while an update is computed."""
     path: LocalPathOrNone = Field(default=None, json_schema_extra=FREE)
     """Folder with an adapter of model.path that training starts from, in peft's format. rank, alpha and targets must be
-    its own. null: A is random and B is 0."""
+    its own. null, and a critic always: A is random and B is 0."""
 
     send: Literal["merged", "adapters"] = Field(default="merged", json_schema_extra=FREE)
     """What engines of a fleet get. merged: all of W + alpha / rank B A at each update; adapters: W once, then A and B

@@ -17,6 +17,7 @@ from dapo_mega.config.compute import check_precision
 from dapo_mega.config.data import DataConfig
 from dapo_mega.config.environment import EnvironmentChoice, SingleTurnEnvironment
 from dapo_mega.config.evaluation import EvaluationConfig, check_beside_training
+from dapo_mega.config.lora import LoraConfig
 from dapo_mega.config.model import ModelConfig
 from dapo_mega.config.optimizer import OptimizerConfig
 from dapo_mega.config.paths import LocalPathOrNone
@@ -153,11 +154,6 @@ class RunConfig(TrainingConfig):
                 "correct, and no component of the reward says so; set algorithm.dynamic_sampling_on={kind: "
                 "score_threshold, threshold: NUMBER}, or leave them out"
             )
-        if self.uses_critic and self.lora:
-            raise ValueError(
-                "lora with a critic (algorithm.advantage=gae) is not supported yet; choose another "
-                "algorithm.advantage, or remove the section lora"
-            )
         if self.uses_critic and self.critic.pretraining_steps >= self.num_steps:
             raise ValueError(
                 f"critic.pretraining_steps={self.critic.pretraining_steps} leaves the policy none of num_steps="
@@ -276,6 +272,11 @@ class RunConfig(TrainingConfig):
     def critic_model(self) -> ModelConfig:
         """The critic as a model: the policy's settings with its own folder."""
         return self.model.model_copy(update={"path": self.critic.path or self.model.path})
+
+    @property
+    def critic_lora(self) -> LoraConfig | None:
+        """The critic's adapters are of the policy's kind, and new."""
+        return self.lora and self.lora.model_copy(update={"path": None, "send": "merged"})
 
     @property
     def critic_optimizer(self) -> OptimizerConfig:

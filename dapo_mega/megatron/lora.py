@@ -24,7 +24,8 @@ from dapo_mega.megatron.weights import ChunkLayout, fill_parameters, local_param
 from dapo_mega.models import ShardRule, take_shard
 from dapo_mega.models.families import PlacedTensor
 from dapo_mega.models.hf_shapes import hf_shape
-from dapo_mega.models.layouts import GATED
+from dapo_mega.models.layouts import DELTA, GATED, delta_sections
+from dapo_mega.models.megatron_format.entries import DELTA_PARTS
 from dapo_mega.models.peft_adapters import (
     AdapterSource,
     NewAdapter,
@@ -48,7 +49,8 @@ class AdapterLayout(ChunkLayout):
 
 
 class Lora:
-    """The adapters of this process's model chunks, whose own weights no longer learn."""
+    """The adapters of this process's model chunks, whose own weights no longer learn, and a value model's head, which
+    does."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class Lora:
     ) -> None:
         """Adds them to unwrapped models with Megatron's `config`, and fills them."""
         self.config = lora
+        self._base = layout
         self.layout = AdapterLayout(**vars(layout), targets=lora.targets)
         self._processes = processes
         self._adapters: dict[PlacedTensor, Adapter] = {}
@@ -78,21 +81,26 @@ class Lora:
                     adapter = Adapter(weight, each, self._parts_of_rows(each.placed), lora, config)
                     attach(*owners[id(weight)], adapter)
                     self._adapters[each.placed] = adapter
+        is_trained = self._is_trained
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
-                parameter.requires_grad_(".lora." in name)
+                parameter.requires_grad_(is_trained(name))
             if config.recompute_granularity and isinstance(embedding := getattr(chunk, "embedding", None), Module):
                 # Megatron repeats the passes only of layers whose inputs have a gradient.
                 embedding.register_forward_hook(with_gradient)
         everything = named_parameters(chunks, layout, processes)
-        self.parameters = {name: value for name, value in everything.items() if ".lora." in name}
+        self.parameters = {name: value for name, value in everything.items() if is_trained(name)}
         source: AdapterSource = NewAdapter(layout.arch, lora.rank, seed)
         if lora.path:
             source = PeftAdapter(Path(lora.path), lora, layout.family, layout.arch)
-        fill_parameters(self.parameters, source, self.layout, processes)
+        adapters = {name: value for name, value in everything.items() if ".lora." in name}
+        fill_parameters(adapters, source, self.layout, processes)
         if lora.dropout:
             alike = processes.rank - processes.tensor_rank
             seed_dropout(seed_of(f"{seed} alike {alike}"), seed_of(f"{seed} apart {processes.rank}"))
+
+    def _is_trained(self, name: str) -> bool:
+        return ".lora." in name or (self.layout.arch.has_value_head and name.startswith("output_layer."))
 
     def _parts_of_rows(self, placed: PlacedTensor) -> Tensor:
         """The index of the Hugging Face tensor that each row of this process's shard is of."""
@@ -119,12 +127,16 @@ class Lora:
     def sharded_state(self, chunk: int) -> dict[str, Any]:
         """What a checkpoint of Megatron's holds of this process's `chunk`-th chunk, by the names of parameters."""
         state: dict[str, Any] = {}
-        number = self.layout.chunks_of(self._processes.pipeline_rank)[chunk]
-        for placed in self.layout.tensors(number):
+        number = self._base.chunks_of(self._processes.pipeline_rank)[chunk]
+        for placed in (*self.layout.tensors(number), *self._base.tensors(number)):
             name = next((name for name in placed.megatron if name in self.parameters), None)
             if name is None:
                 continue
             rank, size = shard_of(placed, self._processes)
+            sections: dict[str, int] = {}
+            if placed.layout in DELTA:
+                rows = delta_sections(size * len(self.parameters[name]), self.layout.arch)
+                sections = {part: num // size for part, num in zip(DELTA_PARTS, rows, strict=True)}
             state[name] = sharded_parameter(
                 placed.megatron[0],
                 self.parameters[name],
@@ -132,6 +144,7 @@ class Lora:
                 (rank, size),
                 is_expert=placed.expert is not None,
                 in_halves=placed.layout in GATED,
+                sections=sections,
             )
         return state
 
@@ -148,7 +161,8 @@ class Lora:
         """Adapters among the keys of a checkpoint that are no target here."""
         chunks = range(self.layout.num_chunks)
         known = {placed.megatron[0] for chunk in chunks for placed in self.layout.tensors(chunk)}
-        return [key for key in saved if ".lora." in key and key.startswith("decoder.") and key not in known]
+        here = [key for key in saved if ".lora." in key and key.startswith("decoder.")]
+        return [key for key in here if not {key, key.rpartition(".")[0]} & known]
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:

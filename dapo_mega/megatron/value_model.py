@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dapo_mega.batching.microbatch import MicroBatch
-from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.megatron.value_head import ValueStage
@@ -37,10 +37,12 @@ class ValueModel(TrainedModel):
         updates_per_step: int,
         num_steps: int,
         compute: ComputeConfig | None = None,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
     ) -> None:
         """Build this rank's model chunks and load its shard of `model.path`: a value model, or a policy, whose layers
         get a head of zeros. Then all values are 0, and the first advantages are those of no baseline instead of a
-        random one."""
+        random one. With `lora` adapters and the head learn."""
         stored = open_value_model(Path(model.path))
         super().__init__(
             stored,
@@ -52,6 +54,8 @@ class ValueModel(TrainedModel):
             updates_per_step=updates_per_step,
             num_steps=num_steps,
             compute=compute or ComputeConfig(),
+            lora=lora,
+            seed=seed,
         )
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:

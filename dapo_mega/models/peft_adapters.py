@@ -23,14 +23,14 @@ from dapo_mega.models.families import ModelFamily, PlacedTensor
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, all_tensors
 from dapo_mega.models.hf_shapes import hf_shape
 from dapo_mega.models.hf_writer import save_shard
-from dapo_mega.models.layouts import DELTA, ShardRule
+from dapo_mega.models.layouts import ShardRule
 from dapo_mega.models.megatron_format.files import ADAPTER_CONFIG_FILE
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-# Of embeddings, the output layer, norms, routers, and what a gated delta layer projects to.
-_NOT_LINEAR = (ShardRule.REPLICATED, ShardRule.VOCAB, *DELTA)
+# Not embeddings, the output layer, norms, routers, convolutions; nor experts that are one parameter of all of them.
+_LINEAR = re.compile(r"_proj(_\w+)?\.weight$")
 _WEIGHT = re.compile(r"\.weight(\d*)$")
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 # What peft's configuration may hold that changes what an adapter computes, with the values that it has without.
@@ -68,6 +68,11 @@ class AdaptedWeight:
         """Whether tensor parallelism cuts the layer's inputs, not its outputs."""
         return self.placed.layout is ShardRule.ROW
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether tensor parallelism cuts the layer at all, as it does not what makes latent vectors."""
+        return self.placed.layout is not ShardRule.REPLICATED
+
     def factors(self) -> Iterator[PlacedTensor]:
         """An A [rank, in] of each target, then B [out, rank] of all parts together, cut as the weight is."""
         cut_a = ShardRule.ROW if self.is_row else ShardRule.REPLICATED
@@ -89,7 +94,7 @@ def adapted(tensors: Iterable[PlacedTensor], targets: Collection[str]) -> list[A
     """Those of the weights that have adapters."""
     found = []
     for placed in tensors:
-        if placed.layout not in _NOT_LINEAR and placed.hf[0].endswith(".weight"):
+        if _LINEAR.search(placed.hf[0]):
             parts = tuple(i for i, name in enumerate(placed.hf) if _is_target(name, targets))
             found += [AdaptedWeight(placed, parts)] if parts else []
     return found
@@ -123,10 +128,6 @@ def trained_names(family: ModelFamily, arch: Architecture, targets: Collection[s
 def check_lora(lora: LoraConfig, family: ModelFamily, arch: Architecture, *, is_here: bool = True) -> None:
     """Raise InputError for adapters that the model cannot have, or, where it `is_here`, another adapter than that in
     `lora.path`."""
-    if arch.latent_attention:
-        raise InputError(
-            f"lora with the latent attention of {arch.model_type} is not supported yet; remove the section lora"
-        )
     linear = [name for weight in adapted(all_tensors(family, arch), (ALL_LINEAR,)) for name in weight.placed.hf]
     for target in lora.targets:
         if not any(_is_target(name, (target,)) for name in linear):
@@ -135,9 +136,10 @@ def check_lora(lora: LoraConfig, family: ModelFamily, arch: Architecture, *, is_
                 f"lora.targets: {target!r} is no linear layer of {arch.model_type} that can have an adapter; choose "
                 f"among {', '.join(kinds)}, or {ALL_LINEAR}"
             )
-    targeted = [name for name in linear if _is_target(name, lora.targets)]
-    smallest = min(targeted, key=lambda name: min(hf_shape(name, arch)))
-    if lora.rank > min(hf_shape(smallest, arch)):
+    # What a gated delta layer projects to is one layer of Megatron's, of which some tensors have a row per head.
+    whole = [name for name in linear if _is_target(name, lora.targets) and ".linear_attn.in_proj" not in name]
+    smallest = min(whole, key=lambda name: min(hf_shape(name, arch)), default=None)
+    if smallest and lora.rank > min(hf_shape(smallest, arch)):
         rows, columns = hf_shape(smallest, arch)
         raise InputError(
             f"lora.rank={lora.rank} is larger than {smallest.removesuffix('.weight')}, which is {rows} x {columns}; "
@@ -152,6 +154,9 @@ def check_lora(lora: LoraConfig, family: ModelFamily, arch: Architecture, *, is_
 def _check_sent(lora: LoraConfig, family: ModelFamily, arch: Architecture) -> None:
     """Raise InputError for adapters that SGLang cannot take."""
     for weight in adapted(all_tensors(family, arch), lora.targets):
+        if arch.latent_attention or ".linear_attn." in weight.placed.hf[0]:
+            layer = weight.placed.hf[0].removesuffix(".weight")
+            raise InputError(f"lora.send=adapters with {layer} is not supported yet; set lora.send=merged")
         if weight.placed.expert is not None:
             raise InputError("lora.send=adapters with adapters of experts is not supported yet; set lora.send=merged")
         if len(weight.parts) < len(weight.placed.hf):

@@ -80,10 +80,10 @@ def open_critic(path: Path) -> StoredModel:
     return StoredModel(family, arch, source, value_model_config(read_json_object(file), arch))
 
 
-def critic_architecture(path: Path) -> Architecture:
+def critic_architecture(path: Path) -> tuple[ModelFamily, Architecture]:
     """The layers of the value model that `open_value_model` would open, without looking at its weights."""
     file = path / CRITIC_CONFIG_FILE
-    return (read_architecture(file) if os.path.lexists(file) else load_architecture(path))[1]
+    return read_architecture(file) if os.path.lexists(file) else load_architecture(path)
 
 
 def value_model_config(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
     if config.algorithm.uses_reference and not config.lora:
         always["reference model"] = held.parameters
     if config.uses_critic:
-        critic = stage_bytes(placement.of_critic, stage, config.model, config.compute)
+        critic = stage_bytes(placement.of_critic, stage, config.model, config.compute, config.critic_lora)
         always["critic"] = critic.parameters + critic.gradients + critic.optimizer
         always["critic"] += fp8_weight_bytes(placement, stage, config.compute)
     return always

@@ -14,6 +14,7 @@ from dapo_mega.planning.rank_layout import Chunk, RankLayout
 if TYPE_CHECKING:
     from dapo_mega.models import Architecture
     from dapo_mega.models.architecture import Experts, GatedDelta
+    from dapo_mega.models.peft_adapters import AdaptedWeight
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 _GRADIENT_BYTES = 4
@@ -95,18 +96,19 @@ def num_trained_parameters(arch: Architecture, lora: LoraConfig) -> int:
 
 
 def adapter_numels(placement: RankLayout, chunk: Chunk, lora: LoraConfig) -> tuple[list[int], list[int]]:
-    """Elements of each A and B of a chunk on one process: outside of experts, and of experts. B has rows for all parts
-    of a fused layer."""
+    """Elements of each A and B of a chunk on one process, and of a value model's head: outside of experts, and of
+    experts. B has rows for all parts of a fused layer."""
     parallel, arch, rank = placement.parallel, placement.arch, lora.rank
-    dense: list[int] = []
+    dense = [arch.hidden_size] * (arch.has_value_head and chunk.is_last)
     experts: list[int] = []
     alike = {(arch.has_experts(layer), arch.has_delta(layer)): layer for layer in chunk.layers}
     for layer in chunk.layers:
         example = alike[arch.has_experts(layer), arch.has_delta(layer)]
-        for rows, columns, num_parts, is_row, is_expert in _adapted_in(arch, example, lora):
-            size = parallel.expert_tensor if is_expert else parallel.tensor
-            down, up = (columns // size, rows) if is_row else (columns, rows // size)
-            found = [rank * down] * num_parts + [rank * up]
+        for weight, rows, columns in _adapted_in(arch, example, lora):
+            is_expert = weight.placed.expert is not None
+            size = (parallel.expert_tensor if is_expert else parallel.tensor) if weight.is_cut else 1
+            down, up = (columns // size, rows) if weight.is_row else (columns, rows // size)
+            found = [rank * down] * len(weight.parts) + [rank * up]
             if is_expert:
                 assert arch.experts
                 experts += found * (arch.experts.number // parallel.expert)
@@ -116,9 +118,8 @@ def adapter_numels(placement: RankLayout, chunk: Chunk, lora: LoraConfig) -> tup
 
 
 @cache
-def _adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[tuple[int, int, int, bool, bool]]:
-    """(rows, columns, targets, whether inputs are cut, whether an expert's) of each weight of a layer that has
-    adapters; the first expert stands for all."""
+def _adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[tuple[AdaptedWeight, int, int]]:
+    """(weight, rows, columns) of each weight of a layer that has adapters; the first expert stands for all."""
     from dapo_mega.models.families import find_family
     from dapo_mega.models.hf_shapes import hf_shape
     from dapo_mega.models.peft_adapters import adapted
@@ -127,8 +128,7 @@ def _adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[tuple[
     found = []
     for weight in adapted((placed for placed in tensors if placed.expert in (None, 0)), lora.targets):
         shapes = [hf_shape(name, arch) for name in weight.placed.hf]
-        rows, is_expert = sum(rows for rows, _ in shapes), weight.placed.expert is not None
-        found.append((rows, shapes[0][1], len(weight.parts), weight.is_row, is_expert))
+        found.append((weight, sum(rows for rows, _ in shapes), shapes[0][1]))
     return found
 
 

@@ -144,8 +144,10 @@ def _critic_notes(config: RunConfig) -> list[str]:
     path = Path(config.critic.path)
     if not path.is_dir():
         return [f"critic.path={path} is not on this machine; it is not checked against the policy and the layout"]
-    arch, policy = critic_architecture(path), find_architecture(config)[0]
+    (family, arch), policy = critic_architecture(path), find_architecture(config)[0]
     arch.check_layout(config.parallel)
+    if config.critic_lora:
+        check_lora(config.critic_lora, family, arch)
     if policy and arch.vocab_size < policy.vocab_size:
         raise InputError(
             f"critic.path={path} has a vocabulary of {arch.vocab_size} tokens, and the policy one of "

@@ -37,6 +37,7 @@ from dapo_mega.metrics.timeline import Activity
 from dapo_mega.metrics.timeline.file import TimelineWriter
 from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.models.peft_adapters import check_lora, peft_config, trained_names
+from dapo_mega.models.stored_model import critic_architecture
 from dapo_mega.preparation.card import CardReference
 from dapo_mega.rewards import ComposedReward
 from dapo_mega.rewards.build import make_reward, needed_correctness
@@ -147,6 +148,8 @@ def read_inputs(config: RunConfig) -> RunInputs:
     family, arch = load_architecture(Path(config.model.path))
     if config.lora:
         check_lora(config.lora, family, arch)
+    if config.critic_lora and config.uses_critic:
+        check_lora(config.critic_lora, *critic_architecture(Path(config.critic_model.path)))
     check_routing(config, arch)
     check_compute(arch, config.model, config.compute)
     try_own_code(config.own_code.values(), config.batch.group_size)

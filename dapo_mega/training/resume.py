@@ -78,8 +78,10 @@ def saved_config(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig |
 
 def is_free(name: str, config: TrainingConfig) -> bool:
     """Whether the key with this dotted name may change when the run resumes."""
-    if name == "model.path" and (config.lora or (isinstance(config, RunConfig) and config.algorithm.uses_reference)):
-        return False  # The reference, and the weights that adapters are beside, are loaded from model.path.
+    if name == "model.path" and isinstance(config, RunConfig) and config.algorithm.uses_reference:
+        return False  # The reference is loaded from it.
+    if name in ("model.path", "critic.path") and config.lora:
+        return False  # Checkpoints lack the weights that adapters are beside.
     if name == "num_steps" and config.optimizer.schedule != "constant":
         return False  # The learning rate depends on it.
     if name in ("algorithm.entropy_step", "algorithm.entropy_max") and isinstance(config, RunConfig):

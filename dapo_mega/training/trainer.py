@@ -450,6 +450,8 @@ def build_models(config: RunConfig, processes: Processes) -> tuple[MegatronPolic
             updates_per_step=config.batch.updates_per_step,
             num_steps=config.num_steps,
             compute=config.compute,
+            lora=config.critic_lora,
+            seed=config.seed,
         )
     return policy, reference, critic
 

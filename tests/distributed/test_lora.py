@@ -1,5 +1,6 @@
 """Adapters beside frozen weights learn the same under every layout, also when they continue from checkpoints."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ from dapo_mega.models.peft_adapters import factor_shape, trained_names, write_ad
 
 from .test_parallel_parity import assert_learns_the_same, only
 from .three_updates import learnt, three_updates
-from .tiny import make_moe_model, make_phi3_model, make_qwen2_moe_model, make_qwen3_model
+from .tiny import (
+    has_delta,
+    make_deepseek_v3_model,
+    make_moe_model,
+    make_phi3_model,
+    make_qwen2_moe_model,
+    make_qwen3_5_model,
+    make_qwen3_model,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -48,7 +57,26 @@ FUSED = {
     1: {"one": {"save_after": 1}},
     2: {"tp2": {"parallel": {"tensor": 2}}, "tp2_from_one": {"parallel": {"tensor": 2}, "resume": "one"}},
 }
+LATENT = {
+    1: {"one": {}},
+    2: {
+        "ep2": {"parallel": {"expert": 2}, "save_after": 1},
+        "tp2_ep2": {"parallel": {**SP, "expert": 2}},
+        "tp2_ep2_from_ep2": {"parallel": {**SP, "expert": 2}, "resume": "ep2"},
+    },
+}
+DELTA = {
+    1: {"one": {"save_after": 1}},
+    2: {
+        "tp2_sp_from_one": {"parallel": SP, "resume": "one", "save_after": 2},
+        "pp2_from_tp2_sp": {"parallel": {"pipeline": 2}, "resume": "tp2_sp_from_one"},
+    },
+}
 SHARED = {1: {"one": {}}, 2: {"tp2_ep2": {"parallel": {**SP, "expert": 2}}}}
+TABLES = {
+    **{"dense": DENSE, "experts": EXPERTS, "parts": PARTS, "fused": FUSED, "shared": SHARED, "latent": LATENT},
+    **({"delta": DELTA} if has_delta() else {}),
+}
 DROPOUT = {
     1: {"one": {}, "none": {"dropout": 0.0}, "recompute": {"compute": FULL}},
     2: {
@@ -88,26 +116,25 @@ def run_table(table, model, folder, dropout=0.0, **lora):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
-    biased = make_qwen3_model(folder / "dense", attention_bias=True)
-    one_key_head = make_qwen3_model(folder / "one_key_head", num_key_value_heads=1)
-    experts, shared = make_moe_model(folder / "experts"), make_qwen2_moe_model(folder / "shared")
     every = {"rank": 4, "alpha": 8.0}
-    return {
-        "dense": run_table(DENSE, biased, folder / "of_dense", **every),
-        "experts": run_table(EXPERTS, experts, folder / "of_experts", **every),
-        "parts": run_table(PARTS, one_key_head, folder / "of_parts", **every, targets=("q_proj", "v_proj", "up_proj")),
-        "fused": run_table(FUSED, make_phi3_model(folder / "fused"), folder / "of_fused", **every),
-        "shared": run_table(SHARED, shared, folder / "of_shared", **every),
-        "dropout": run_table(DROPOUT, biased, folder / "of_dropout", dropout=0.3, **every),
+    models = {
+        "dense": partial(make_qwen3_model, attention_bias=True),
+        "experts": make_moe_model,
+        "parts": partial(make_qwen3_model, num_key_value_heads=1),
+        "fused": make_phi3_model,
+        "shared": make_qwen2_moe_model,
+        "latent": make_deepseek_v3_model,
+        "delta": make_qwen3_5_model,
     }
+    targets = {"parts": {"targets": ("q_proj", "v_proj", "up_proj")}}
+    results = {
+        kind: run_table(table, models[kind](folder / kind), folder / f"of_{kind}", **every, **targets.get(kind, {}))
+        for kind, table in TABLES.items()
+    }
+    return {**results, "dropout": run_table(DROPOUT, folder / "dense", folder / "of_dropout", dropout=0.3, **every)}
 
 
-CASES = [
-    (kind, name)
-    for kind, table in {"dense": DENSE, "experts": EXPERTS, "parts": PARTS, "fused": FUSED, "shared": SHARED}.items()
-    for cases in table.values()
-    for name in cases
-]
+CASES = [(kind, name) for kind, table in TABLES.items() for cases in table.values() for name in cases]
 
 
 @pytest.mark.parametrize(("kind", "name"), [case for case in CASES if case[1] != "one"])

@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 
 from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.conversion.convert import open_checkpoint, reshard
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
@@ -16,6 +16,7 @@ from dapo_mega.megatron.value_loss import ValueBatch, ValueLoss
 from dapo_mega.megatron.value_model import ValueModel
 
 from .launching import run_distributed
+from .test_parallel_parity import only
 from .three_updates import all_processes_sum, learnt, relative_error
 from .tiny import make_model, make_moe_model, make_samples, make_value_model
 
@@ -45,6 +46,15 @@ DENSE = {
     8: {
         "tp2_pp2_dp2": {"parallel": {**TP2, "pipeline": 2}},
         "tp2_vpp2x2_cp2_overlap": {"parallel": {**TP2, **VPP, "context": 2}, "compute": OVERLAP},
+    },
+}
+# Adapters and the head learn.
+LORA = {
+    1: {"one": {}},
+    2: {
+        "tp2_sp": {"parallel": TP2},
+        "pp2": {"parallel": {"pipeline": 2}, "save_after": 1},
+        "tp2_from_pp2": {"parallel": TP2, "resume": "pp2"},
     },
 }
 EXPERTS = {
@@ -78,6 +88,7 @@ def three_updates(name, case, model, checkpoints):
         "updates_per_step": 1,
         "num_steps": NUM_UPDATES,
         "compute": ComputeConfig(**case.get("compute", {})),
+        "lora": LoraConfig(**case["lora"]) if "lora" in case else None,
     }
     critic = ValueModel(*settings, **schedule)
     result = {"before": full_weights(critic), "metrics": [], "scores": None, "counts": []}
@@ -149,6 +160,17 @@ def dense(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    make_model(folder / "model_policy", tied=True, seed=1)
+    table = {
+        size: {name: {**case, "lora": {"rank": 4, "alpha": 8.0}} for name, case in cases.items()}
+        for size, cases in LORA.items()
+    }
+    return run_table(table, make_value_model(make_model(folder / "model", tied=True)), folder)
+
+
+@pytest.fixture(scope="module")
 def experts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     make_moe_model(folder / "model_policy", seed=1)
@@ -183,6 +205,15 @@ def assert_learns_the_same(got, expected, bound=1e-5):
 @pytest.mark.parametrize("name", [n for cases in DENSE.values() for n in cases if n != "one" and "bf16" not in n])
 def test_a_critic_learns_the_same_under_every_layout(dense, name):
     assert_learns_the_same(dense[name], dense["one"])
+
+
+@pytest.mark.parametrize("name", ["tp2_sp", "pp2", "tp2_from_pp2"])
+def test_adapters_and_head_of_a_critic_learn_the_same_under_every_layout(adapted, name):
+    got, expected = adapted[name], adapted["one"]
+    changed = [name for name, change in learnt(expected).items() if bool(change.any())]
+    assert "score.weight" in changed
+    assert not [name for name in changed if "norm" in name or "embed" in name]
+    assert_learns_the_same(only(got, changed), only(expected, changed))
 
 
 @pytest.mark.parametrize("name", ["dp2", "ep2", "tp2_ep2_from_ep2", "dp2_from_resharded"])

@@ -83,7 +83,6 @@ def test_what_a_run_cannot_do_is_said_before_it_begins(runs):
             ("lora.rank=4", "parallel.pipeline=2", "parallel.pipeline_layout=[0,4]"),
             "parallel.pipeline_layout=[0, 4] has a stage without layers",
         ),
-        (("lora.rank=4", "algorithm.advantage=gae"), "lora with a critic (algorithm.advantage=gae) is not supported"),
         (("lora.rank=4", f"lora.path={whole / 'adapter'}"), "set lora.alpha=8.0"),
     ):
         for more in ((), ("--dry-run",)):

@@ -16,6 +16,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, WithoutAdapters
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
+from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.models.hf_checkpoint import HfCheckpoint
 from dapo_mega.planning.parameters import num_parameters, num_trained_parameters, stage_bytes
 from dapo_mega.planning.rank_layout import RankLayout
@@ -23,13 +24,31 @@ from dapo_mega.types import GenerationRequest, SamplingParams
 from tests.distributed.allocations import gradient_buffers, optimizer_bytes, storage_bytes
 from tests.distributed.test_lora import make_adapter
 from tests.distributed.three_updates import relative_error
-from tests.distributed.tiny import make_model, make_moe_model, make_phi3_model, make_qwen3_model, make_samples
+from tests.distributed.tiny import (
+    has_delta,
+    make_deepseek_v2_model,
+    make_deepseek_v3_model,
+    make_gemma3_model,
+    make_gpt_oss_model,
+    make_model,
+    make_moe_model,
+    make_olmo2_model,
+    make_olmo3_model,
+    make_phi3_model,
+    make_qwen3_5_model,
+    make_qwen3_model,
+    make_qwen3_next_model,
+    make_samples,
+)
 
 from .closeness import assert_alike
 from .test_policy_against_transformers import pack, transformers_logprobs
 
 EVERY = {"rank": 4, "alpha": 8.0}
 SCALE = 2.0
+LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+DELTA = ("in_proj_qkvz", "out_proj", "o_proj")
+needs_delta = pytest.mark.skipif(not has_delta(), reason="this Megatron-Core has no gated delta layers for packs")
 SOME = {**EVERY, "targets": ("q_proj", "v_proj", "down_proj")}
 
 
@@ -80,7 +99,8 @@ def transformers_names(weights):
 
 
 @pytest.mark.parametrize(
-    ("make", "lora"), [(make_qwen3_model, SOME), (make_qwen3_model, EVERY), (make_moe_model, EVERY)]
+    ("make", "lora"),
+    [(make_qwen3_model, SOME), (make_qwen3_model, EVERY), (make_moe_model, EVERY), (make_deepseek_v3_model, EVERY)],
 )
 def test_gradients_of_a_and_b_are_those_of_float64(tmp_path, processes, make, lora):
     model = make(tmp_path / "model")
@@ -141,7 +161,20 @@ def test_an_engine_that_gets_merged_weights_agrees_with_the_policy(tmp_path, pro
 
 @pytest.mark.parametrize(
     ("make", "lora"),
-    [(partial(make_qwen3_model, attention_bias=True), EVERY), (make_qwen3_model, SOME), (make_phi3_model, EVERY)],
+    [
+        (partial(make_qwen3_model, attention_bias=True), EVERY),
+        (make_qwen3_model, SOME),
+        (make_phi3_model, EVERY),
+        (make_gpt_oss_model, EVERY),
+        (make_olmo2_model, EVERY),
+        (make_olmo3_model, EVERY),
+        (make_gemma3_model, EVERY),
+        (make_deepseek_v2_model, {**EVERY, "targets": ("q_proj", *LATENT)}),
+        (make_deepseek_v3_model, {**EVERY, "targets": ("q_a_proj", "q_b_proj", *LATENT)}),
+        pytest.param(make_qwen3_next_model, {**EVERY, "targets": DELTA}, marks=needs_delta),
+        pytest.param(make_qwen3_next_model, {**EVERY, "targets": ("in_proj_ba", *DELTA)}, marks=needs_delta),
+        pytest.param(make_qwen3_5_model, EVERY, marks=needs_delta),
+    ],
 )
 def test_an_adapter_goes_to_peft_and_back(tmp_path, processes, make, lora):
     peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -173,7 +206,8 @@ def test_an_adapter_goes_to_peft_and_back(tmp_path, processes, make, lora):
         assert float((expected - policy.score([batch])[0].logprobs).abs().max()) > 1e-3
         assert_alike(ours_again.score([batch])[0].logprobs, expected)
         whole = theirs.merge_and_unload().state_dict()
-    for name, tensor in ((name, t) for bucket in ours_again.weights(1 << 20) for name, t in bucket):
+    ours = dict(pair for bucket in ours_again.weights(1 << 20) for pair in bucket)
+    for name, tensor in transformers_names(ours).items():
         assert_alike(tensor, whole[name], name=name)
 
 
@@ -212,13 +246,20 @@ def test_changed_adapters_take_effect_at_a_resume(tmp_path, processes):
 
 @pytest.mark.parametrize("make", [make_qwen3_model, make_moe_model])
 def test_planned_bytes_are_those_that_megatron_allocates(tmp_path, processes, make):
-    model = make(tmp_path / "model")
-    policy = make_policy(model, processes, **SOME)
+    path, lora = make(tmp_path / "model"), LoraConfig(**SOME)
+    model = ModelConfig(path=str(path), dtype="fp32")
+    policy = make_policy(path, processes, **SOME)
     policy.update([TokenBatch(pack(make_samples(3)))], SupervisedLoss())
     placement = RankLayout(policy.arch, ParallelConfig(), 1)
-    planned = stage_bytes(placement, 0, ModelConfig(path=str(model), dtype="fp32"), ComputeConfig(), LoraConfig(**SOME))
-    weights = storage_bytes(parameter for chunk in policy.chunks for parameter in chunk.parameters())
-    assert planned.parameters == pytest.approx(weights, rel=0.01)
-    assert planned.gradients == storage_bytes(buffer.grad_data for buffer in gradient_buffers(policy))
-    assert planned.optimizer == pytest.approx(optimizer_bytes(policy), rel=0.02)
+    critic = ValueModel(
+        model, ParallelConfig(), OptimizerConfig(), processes, updates_per_step=1, num_steps=1, lora=lora
+    )
+    for trained, where in ((policy, placement), (critic, placement.of_critic)):
+        planned = stage_bytes(where, 0, model, ComputeConfig(), lora)
+        weights = storage_bytes(parameter for chunk in trained.chunks for parameter in chunk.parameters())
+        assert planned.parameters == pytest.approx(weights, rel=0.01)
+        assert planned.gradients == storage_bytes(buffer.grad_data for buffer in gradient_buffers(trained))
+    assert stage_bytes(placement, 0, model, ComputeConfig(), lora).optimizer == pytest.approx(
+        optimizer_bytes(policy), rel=0.02
+    )
     assert num_trained_parameters(policy.arch, LoraConfig(**EVERY)) > num_parameters(policy.arch) / 100

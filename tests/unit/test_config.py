@@ -13,7 +13,7 @@ from dapo_mega.config.choices import owner_of
 from dapo_mega.config.files import read_yaml
 from dapo_mega.errors import InputError
 from dapo_mega.planning.plan import describe_run
-from dapo_mega.training.resume import refuse_changes
+from dapo_mega.training.resume import is_free, refuse_changes
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MINIMAL = {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}
@@ -209,6 +209,12 @@ def test_adapters_alone_go_to_fleets_by_broadcast(file):
     for override in (*ways, "rollout.dtype=fp8"):
         with pytest.raises(InputError, match=r"lora\.send=adapters .* lora\.send=merged"):
             load_config(RunConfig, file, [*FLEET, *adapters, override])
+
+
+def test_the_weights_beside_adapters_stay_what_they_are(file):
+    for name in ("model.path", "critic.path"):
+        assert is_free(name, load_config(RunConfig, file))
+        assert not is_free(name, load_config(RunConfig, file, ["lora.rank=4", "algorithm.advantage=gae"]))
 
 
 def test_a_critic_has_the_policys_settings_but_its_own_learning_rate(file):

@@ -46,7 +46,7 @@ class Adapter(Module):
         rows, columns = weight.shape
         self.is_on = True
         self._names = [f"A{part}" for part in adapted.parts]
-        self._is_row = adapted.is_row
+        self._is_row, self._is_cut = adapted.is_row, adapted.is_cut
         self._is_expert = adapted.placed.expert is not None
         self._scale, self._dropout = lora.alpha / lora.rank, lora.dropout
         self._sequence_parallel = config.sequence_parallel and config.tensor_model_parallel_size > 1
@@ -55,7 +55,7 @@ class Adapter(Module):
         )
         for name in self._names:
             self._add(name, weight.new_empty(lora.rank, columns), weight, is_cut=self._is_row)
-        self._add("B", weight.new_empty(rows, lora.rank), weight, is_cut=not self._is_row)
+        self._add("B", weight.new_empty(rows, lora.rank), weight, is_cut=self._is_cut and not self._is_row)
         # [out, targets]: which A each row of B is multiplied with. None: with the only one.
         chosen = part_of_row.to(weight.device)[:, None] == torch.tensor(adapted.parts, device=weight.device)
         self.register_buffer("_chosen", None if chosen.all() else chosen.to(weight.dtype), persistent=False)
@@ -80,7 +80,7 @@ class Adapter(Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """scale (x A^T) B^T of what the layer gets, laid out as what it returns."""
         down, up = self.matrices()
-        group, several = self._group, self._group.size() > 1
+        group, several = self._group, self._is_cut and self._group.size() > 1
         if self._is_expert and several:
             # The dispatcher sums over processes that share an expert: outputs, and gradients of inputs.
             down, up = (
@@ -136,7 +136,8 @@ def _add(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tu
         return None
     hidden = inputs[0]
     if hasattr(linear, "layer_norm_weight"):  # Transformer Engine's, fused into the layer.
-        hidden = F.rms_norm(hidden, hidden.shape[-1:], linear.layer_norm_weight, linear.eps)
+        scale = linear.layer_norm_weight + int(linear.zero_centered_gamma)
+        hidden = F.rms_norm(hidden, hidden.shape[-1:], scale, linear.eps)
     return output[0] + adapter(hidden), output[1]
 
 

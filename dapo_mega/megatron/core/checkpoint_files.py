@@ -79,10 +79,11 @@ def sharded_parameter(
     *,
     is_expert: bool,
     in_halves: bool,
+    sections: Mapping[str, int],
 ) -> Any:
     """A parameter under the name `key` in the files. `axis`: that along which it is cut, None: it is the same on all
     tensor-parallel processes; `shard`: (rank, size) of these. `in_halves`: two tensors that are cut alike, one upon the
-    other."""
+    other; `sections`: the rows that it has of tensors that are stored by themselves."""
     rank, size = shard
     replica = (
         parallel_state.get_expert_data_parallel_rank()
@@ -90,7 +91,15 @@ def sharded_parameter(
         else parallel_state.get_data_parallel_rank(with_context_parallel=True)
     )
     cuts = [] if axis is None else [(axis, rank, size)]
-    whole = ShardedTensor.from_rank_offsets(key, parameter, *cuts, replica_id=(0, rank if axis is None else 0, replica))
+    place = (0, rank if axis is None else 0, replica)
+    if sections:
+
+        def parts(key: str, rows: torch.Tensor, place: Any, _: Any) -> list[ShardedTensor]:
+            pieces = zip(sections, rows.split(list(sections.values())), strict=True)
+            return [ShardedTensor.from_rank_offsets(f"{key}.{n}", t, *cuts, replica_id=place) for n, t in pieces]
+
+        return ShardedTensorFactory(key, parameter, parts, torch.cat, place)
+    whole = ShardedTensor.from_rank_offsets(key, parameter, *cuts, replica_id=place)
     return apply_swiglu_sharded_factory(whole, ()) if in_halves else whole
 
 

@@ -6,13 +6,14 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import TensorStorageMetadata
 
 from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
 from dapo_mega.commands import convert
-from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from dapo_mega.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from dapo_mega.conversion.convert import open_checkpoint, reshard, to_hf, to_megatron
 from dapo_mega.conversion.inspection import describe
 from dapo_mega.errors import InputError
@@ -22,7 +23,9 @@ from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.megatron.value_loss import ValueBatch, ValueLoss
 from dapo_mega.megatron.value_model import ValueModel
+from dapo_mega.models.megatron_format.pickles import read_metadata
 from tests.distributed.tiny import make_llama_model, make_model, make_samples, make_value_model
+from tests.numerics.closeness import assert_alike
 
 from .test_store import CHANGES, in_effect
 
@@ -45,9 +48,10 @@ def models(tmp_path_factory):
     return make_model(folder / "policy", tied=True), make_value_model(critic)
 
 
-def make_both(models, processes, dtype="fp32"):
-    policy = MegatronPolicy(*settings(models[0], dtype), processes, temperature=1.0, updates_per_step=1, num_steps=10)
-    return policy, ValueModel(*settings(models[1], dtype), processes, updates_per_step=1, num_steps=10)
+def make_both(models, processes, dtype="fp32", lora=None):
+    schedule = {"updates_per_step": 1, "num_steps": 10, "lora": lora}
+    policy = MegatronPolicy(*settings(models[0], dtype), processes, temperature=1.0, **schedule)
+    return policy, ValueModel(*settings(models[1], dtype), processes, **schedule)
 
 
 def settings(path, dtype):
@@ -94,22 +98,44 @@ def assert_same_files(found, expected):
     assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted.items())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_restored_policy_and_critic_continue_bit_for_bit(models, processes, tmp_path, dtype, monkeypatch):
+LORA = LoraConfig(rank=4, dropout=0.1)
+
+
+@pytest.mark.parametrize(("dtype", "lora"), [("fp32", None), ("bf16", None), ("fp32", LORA)])
+def test_a_restored_policy_and_critic_continue_bit_for_bit(models, processes, tmp_path, dtype, lora, monkeypatch):
     released, write = threading.Event(), background_writing._write
     monkeypatch.setattr(background_writing, "_write", lambda *given: (released.wait(60), write(*given)))
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=2, asynchronous=True)
-    first = make_both(models, processes, dtype)
+    first = make_both(models, processes, dtype, lora)
     for seed in (1, 2):
         update(first, seed)
     save(store, first, 2)
     expected = [update(first, seed) for seed in (3, 4, 5)]
     released.set()
     store.finish(first[0])
-    second = make_both(models, processes, dtype)
+    second = make_both(models, processes, dtype, lora)
     loaded = store.load(second[0], store.latest(), second[1])
     assert (loaded.step, loaded.values) == (2, {})
     assert [update(second, seed) for seed in (3, 4, 5)] == expected
+
+
+def test_a_critic_with_adapters_is_saved_as_adapters_and_head_and_exported_whole(models, processes, tmp_path):
+    both = make_both(models, processes, lora=LORA)
+    for seed in (1, 2):
+        update(both, seed)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    save(store, both, 2)
+    stored = read_metadata(store.latest()).state_dict_metadata
+    names = {name for name, item in stored.items() if isinstance(item, TensorStorageMetadata) and "critic." in name}
+    assert {name for name in names if ".lora." not in name and ".state." not in name} == {"critic.output_layer.weight"}
+    assert all(".lora." in name or "output_layer.weight" in name for name in names)
+    assert len(names) > 4
+    save_hf_checkpoint(both[1], tmp_path / "critic")
+    merged = ValueModel(*settings(tmp_path / "critic", "fp32"), processes, updates_per_step=1, num_steps=10)
+    batch = pack(flatten(make_samples(8)), max_response_tokens=64)
+    values, start = both[1].score([batch])[0], make_both(models, processes)[1].score([batch])[0]
+    assert_alike(merged.score([batch])[0], values)
+    assert float((values - start).abs().max()) > 1e-3
 
 
 def test_changed_settings_of_the_critics_optimizer_take_effect_at_a_resume(models, processes, tmp_path):

@@ -11,7 +11,14 @@ from dapo_mega.models import load_architecture
 from dapo_mega.models.hf_checkpoint import all_tensors
 from dapo_mega.models.peft_adapters import adapted, check_lora, trained_names
 from tests.distributed.test_lora import make_adapter
-from tests.distributed.tiny import make_deepseek_v3_model, make_moe_model, make_phi3_model, make_qwen3_model
+from tests.distributed.tiny import (
+    make_deepseek_v3_model,
+    make_gpt_oss_model,
+    make_moe_model,
+    make_phi3_model,
+    make_qwen3_5_model,
+    make_qwen3_model,
+)
 
 SOME = ("q_proj", "down_proj")
 
@@ -60,9 +67,25 @@ def test_adapters_that_engines_cannot_take_are_not_sent(dense, tmp_path):
             check(model, send="adapters", targets=targets)
 
 
-def test_latent_attention_is_refused(tmp_path):
-    with pytest.raises(InputError, match="latent attention of deepseek_v3 is not supported yet"):
-        check(make_deepseek_v3_model(tmp_path))
+def test_the_layers_of_latent_attention_and_delta_rules_are_targets_and_are_not_sent(tmp_path):
+    latent, delta = make_deepseek_v3_model(tmp_path / "latent"), make_qwen3_5_model(tmp_path / "delta")
+    shared = {"o_proj", "gate_proj", "up_proj", "down_proj"}
+    for model, own in (
+        (latent, {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}),
+        (delta, {f"in_proj_{part}" for part in ("qkv", "z", "b", "a")} | {"out_proj", "q_proj", "k_proj", "v_proj"}),
+    ):
+        check(model)
+        names = trained_names(*load_architecture(model), ("all-linear",))
+        assert {name.split(".")[-3] for name in names} == own | shared
+        with pytest.raises(InputError, match=r"layers.0.* is not supported yet; set lora.send=merged"):
+            check(model, send="adapters")
+    check(delta, rank=16)
+    check(delta, send="adapters", targets=("q_proj", "k_proj", "v_proj"))
+
+
+def test_experts_in_one_parameter_are_no_targets(tmp_path):
+    with pytest.raises(InputError, match=r"'down_proj' is no linear layer of gpt_oss .* among k_proj, o_proj, q_proj"):
+        check(make_gpt_oss_model(tmp_path), targets=("down_proj",))
 
 
 def changed(folder: Path, **config):
