@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -429,6 +430,17 @@ def make_samples(
             )
         )
     return samples
+
+
+def with_routes(samples: list[Sample], layers: int, experts: int, per_token: int, seed: int = 0) -> list[Sample]:
+    """The samples with experts drawn for all tokens, and for a fifth of the tokens none."""
+    rng = np.random.default_rng(seed)
+    routed = []
+    for sample in samples:
+        routes = rng.random((len(sample), layers, experts)).argsort(-1)[:, :, :per_token].astype(np.int16)
+        routes[rng.random(len(sample)) < 0.2] = -1
+        routed.append(replace(sample, routes=torch.from_numpy(routes)))
+    return routed
 
 
 def prompt_length(sample: Sample) -> int:
