@@ -3,7 +3,6 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,6 +27,7 @@ from tests.distributed.tiny import (
     DELTA_MODELS,
     FAMILY_MODELS,
     VOCAB_SIZE,
+    disturbed_choices,
     has_delta,
     make_model,
     make_samples,
@@ -217,17 +217,10 @@ def test_replayed_routes_give_the_log_probs_of_an_engine_that_routes_otherwise(c
     policy = make_policy(checkpoints[kind], processes)
     engine = EmbeddedEngine(checkpoints[kind], torch.float32)
     engine.load_weights(policy.weights(1 << 12), 0)
-    choose, rng = torch.topk, torch.Generator().manual_seed(0)
-
-    def disturbed(scores, *settings, **named):
-        noise = torch.randn(scores.shape, generator=rng) * scores.std()
-        indices = choose(scores + noise, *settings, **named).indices
-        return torch.return_types.topk((scores.gather(-1, indices), indices))
-
     prompts = [Prompt(i, "", make_samples(1)[0].token_ids[: 3 + i].numpy(), "") for i in range(2)]
     params = SamplingParams(max_new_tokens=24, stop_token_ids=(7, 8, 9))
     requests = [GenerationRequest(i, prompts[i % 2].token_ids, i, params, routes_from=0) for i in range(6)]
-    with patch("torch.topk", disturbed):
+    with disturbed_choices():
         answers = engine.generate(requests)
     members = [(prompts[answer.request_id % 2], Trajectory.of(answer)) for answer in answers]
     replayed = microbatch.pack(samples_to_score(members, 0), max_response_tokens=64)

@@ -50,7 +50,7 @@ class RouteReplay:
         routes = self._of_this_pass()
         if routes is None:
             return values, own
-        chosen = torch.where(routes < 0, own, routes)
+        chosen = torch.where(routes < 0, own, routes.long())
         return scores.gather(1, chosen), chosen
 
     def _of_this_pass(self) -> Tensor | None:
@@ -78,7 +78,7 @@ def set_routes(stage: Any, routes: Tensor) -> None:
         routes = routes.chunk(size)[rank]
     for layer, router in _routers(stage):
         if isinstance(replay := router.router_replay, RouteReplay):
-            replay.routes = routes[:, layer].long() if routes.shape[1] else None
+            replay.routes = routes[:, layer] if routes.shape[1] else None
             replay.learns = stage.training
 
 
