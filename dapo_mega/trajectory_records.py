@@ -5,15 +5,17 @@ A new column is its declaration and what fills it: every reader and writer asks 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.types import ScoredTrajectory, Trajectory, Turn
+from dapo_mega.types import ScoredTrajectory, Trajectory, Turn, no_routes
 
 Record = dict[str, Any]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -41,6 +43,11 @@ class Column:
         """Whether a value is one number, text or flag."""
         return self.kind in ("flag", "integer", "number", "text")
 
+    @property
+    def is_in_files(self) -> bool:
+        """Whether files of samples have it. Routes are a hundred times as large as all else of a trajectory."""
+        return self.kind != "routes"
+
 
 def columns_of(kind: type[Trajectory]) -> list[Column]:
     """The columns of a class, in order."""
@@ -66,6 +73,7 @@ def _absent(num_rows: int, finish_reason: Any, weight_version: Any) -> dict[str,
         "engine_spans": (),
         "segments": (num_rows,),
         "stop": "",
+        "routes": no_routes(),
     }
 
 
@@ -75,11 +83,15 @@ def is_default(trajectory: Trajectory, column: Column) -> bool:
         return False
     default: Any = _absent(trajectory.num_rows, trajectory.finish_reason, 0).get(column.field)
     value = getattr(trajectory, column.field)
+    if column.kind == "routes":
+        return not value.size
     return bool(np.array_equal(value, default)) if column.dtype else bool(value == default)
 
 
 def plain(kind: str, value: Any) -> Any:
-    """A value of a column that is no array as JSON has it."""
+    """A value of a column that is no array along tokens as JSON has it: of routes the shape."""
+    if kind == "routes":
+        return list(value.shape)
     if kind == "parts":
         return None if value is None else dict(value)
     if kind == "turns":
@@ -108,8 +120,8 @@ def restored(kind: type[T], values: Mapping[str, Any], finish_reason: Any, weigh
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory], name: str) -> tuple[list[Record], Arrays]:
-    """For a checkpoint: one JSON record per trajectory, and for every column along tokens an array `name/column` of
-    all, concatenated. All are of one class."""
+    """For a checkpoint: one JSON record per trajectory, and for every column along tokens, and for routes, an array
+    `name/column` of all, concatenated. All are of one class."""
     columns = columns_of(type(trajectories[0]) if trajectories else Trajectory)
     records = [
         {
@@ -129,6 +141,8 @@ def pack_trajectories(trajectories: Sequence[Trajectory], name: str) -> tuple[li
         for c in columns
         if c.dtype and not (c.is_optional and all(is_default(t, c) for t in trajectories))
     }
+    if any(trajectory.routes.size for trajectory in trajectories):
+        arrays[f"{name}/routes"] = np.concatenate([trajectory.routes.ravel() for trajectory in trajectories])
     return records, arrays
 
 
@@ -139,15 +153,19 @@ def unpack_trajectories(
     columns = columns_of(kind)
     ends = np.cumsum([saved["length"] for saved in records], dtype=np.int64).tolist()
     of_tokens = [c for c in columns if c.dtype and f"{name}/{c.key}" in arrays]
+    shapes = [saved.get("routes", (0, 0, 0)) for saved in records]
+    route_ends = np.cumsum([0, *map(math.prod, shapes)])
+    flat_routes = arrays.get(f"{name}/routes", np.empty(0, np.int16))
     return [
         restored(
             kind,
             {
                 **{c.field: saved[c.key] for c in columns if not c.dtype and c.key in saved},
                 **{c.field: arrays[f"{name}/{c.key}"][end - saved["length"] : end] for c in of_tokens},
+                "routes": flat_routes[route_start:route_end].reshape(shape),
             },
             saved["finish_reason"],
             saved["weight_version"],
         )
-        for saved, end in zip(records, ends, strict=True)
+        for saved, end, shape, (route_start, route_end) in zip(records, ends, shapes, pairwise(route_ends), strict=True)
     ]

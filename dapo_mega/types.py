@@ -29,6 +29,9 @@ T = TypeVar("T")
 
 TokenIds = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
+Routes = npt.NDArray[np.int16]
+"""The experts of tokens in all layers [tokens, layers, experts per token]; -1 for tokens without known experts, and in
+layers without any."""
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 """Hugging Face parameter names with full (unsharded) tensors."""
 
@@ -91,6 +94,7 @@ class GenerationRequest:
     `request_id` is unique within a run. `seed` alone decides the random numbers of this request, so the
     response depends neither on what else is in the batch nor on which engine serves it. `engine` is the URL of the one
     that sampled the turn before, and so has the prompt's beginning in its cache; empty where there is none.
+    `routes_from` is the first token whose experts are asked for, at most the prompt's length; None: no experts are.
     """
 
     request_id: int
@@ -98,6 +102,12 @@ class GenerationRequest:
     seed: int
     sampling: SamplingParams
     engine: str = ""
+    routes_from: int | None = None
+
+
+def no_routes() -> Routes:
+    """Of no tokens: where experts are not asked for."""
+    return np.empty((0, 0, 0), np.int16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +119,8 @@ class Response:
     `weight_version` is the oldest version of the policy's weights that sampled any of it. `version_spans` says which
     version sampled which tokens where there were several: (version, end) with ascending ends, the last of them L.
     `engine_spans` says the same of the engines of a fleet: (URL, end), also of a single one.
+    `routes` are the experts of all tokens from the request's `routes_from` on, prompt and response, but for the last
+    token, which went through no layer.
     """
 
     request_id: int
@@ -118,6 +130,7 @@ class Response:
     weight_version: int
     version_spans: tuple[tuple[int, int], ...] = ()
     engine_spans: tuple[tuple[str, int], ...] = ()
+    routes: Routes = field(default_factory=no_routes)
 
 
 class GenerationFailure(Exception):
@@ -131,7 +144,7 @@ class GenerationFailure(Exception):
 Answer = Response | GenerationFailure
 
 
-ColumnKind = Literal["flag", "integer", "number", "text", "integers", "turns", "versions", "engines", "parts"]
+ColumnKind = Literal["flag", "integer", "number", "text", "integers", "turns", "versions", "engines", "parts", "routes"]
 
 
 def column(
@@ -168,6 +181,11 @@ def extend_spans(spans: list[tuple[T, int]], more: Iterable[tuple[T, int]], star
         spans.append((what, start + end))
 
 
+def with_last_token(routes: Routes) -> Routes:
+    """Those of one token more, whose experts are not known; of no tokens as they are."""
+    return np.pad(routes, ((0, len(routes) and 1), (0, 0), (0, 0)), constant_values=-1)
+
+
 @dataclass(frozen=True, eq=False)
 class Trajectory:
     """All that follows a prompt, turns of the policy and what it observed between them, a row per token [R].
@@ -178,9 +196,11 @@ class Trajectory:
     with ascending ends, those of versions up to R. `segments` are the ends of pieces, the last of them R: where the
     history was rewritten a new piece begins with all of it, and every piece is a sequence of its own. The first end is
     0 where no piece begins with the row's prompt. `stop` says why one with an environment is over (see
-    `STOP_REASONS`); it is empty for a single answer.
+    `STOP_REASONS`); it is empty for a single answer. `routes` are the experts of the prompt's tokens and those of all
+    rows [P + R, layers, experts per token], as the request said that sampled a token or came next; of no tokens where
+    they were not asked for.
 
-    Every field is a column of checkpoints and of files of samples, see `trajectory_records`.
+    Every field is a column of checkpoints and, but for `routes`, of files of samples, see `trajectory_records`.
     """
 
     id: int = field(metadata=column("integer", in_files="request_id"))
@@ -192,6 +212,7 @@ class Trajectory:
     engine_spans: tuple[tuple[str, int], ...] = field(metadata=column("engines"))
     segments: tuple[int, ...] = field(metadata=column("integers", optional=True))
     stop: str = field(default="", metadata=column("text", optional=True))
+    routes: Routes = field(default_factory=no_routes, metadata=column("routes", optional=True))
 
     @classmethod
     def of(cls, response: Response) -> Trajectory:
@@ -206,6 +227,7 @@ class Trajectory:
             response.version_spans or ((response.weight_version, length),),
             response.engine_spans,
             (length,),
+            routes=with_last_token(response.routes),
         )
 
     @property

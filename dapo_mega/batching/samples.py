@@ -42,6 +42,9 @@ class Sample:
     - `turns` int8: number of the turn that the token was sampled in, from 0, `LAST_TURN` for later ones too.
     - `advantages` float32.
     - `rollout_logprobs` float32: the engine's log-probs of the sampled tokens, in nats.
+    - `routes` int16 [L, layers, experts per token]: the experts that the token before went through in the engine, and
+      so those of the position that predicts this one; -1 where the trainer's router is to decide. [L, 0, 0] where it
+      decides always.
 
     A prompt of three tokens and a response of two, the first of them sampled with older weights, by engine 4::
 
@@ -65,6 +68,7 @@ class Sample:
     turns: Tensor = field(metadata=column(torch.int8))
     advantages: Tensor = field(metadata=column(torch.float32))
     rollout_logprobs: Tensor = field(metadata=column(torch.float32))
+    routes: Tensor = field(metadata=column(torch.int16, outside=-1))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -101,6 +105,7 @@ def single_turn(
         turns=0,
         advantages=advantage,
         rollout_logprobs=0.0 if rollout_logprobs is None else np.asarray(rollout_logprobs),
+        routes=np.empty((len(prompt_ids) + len(response_ids), 0, 0), np.int16),
     )
 
 
@@ -239,6 +244,7 @@ def _join(
     """`verdicts` are each trajectory's advantage and whether it is in the loss."""
     members = [(number, prompt, member) for number, (prompt, of_group) in enumerate(groups) for member in of_group]
     engines = tuple(sorted({url for *_, member in members for url, _ in member.engine_spans if url}))
+    routes_shape = max((member.routes.shape[1:] for *_, member in members), default=(0, 0))
     samples: list[Sample] = []
     trajectories, group_numbers = [], []
     for i, ((number, prompt, member), (advantage, in_loss)) in enumerate(zip(members, verdicts, strict=True)):
@@ -249,6 +255,10 @@ def _join(
         for start, stop, has_prompt in member.pieces:
             piece = slice(start, stop)
             before = prompt.token_ids if has_prompt else prompt.token_ids[:0]
+            # Those of the row before.
+            routes = np.full((len(before) + stop - start, *routes_shape), -1, np.int16)
+            if member.routes.size:
+                routes[1:] = member.routes[len(prompt.token_ids) - len(before) + start :][: len(routes) - 1]
             samples.append(
                 _sample(
                     before,
@@ -261,6 +271,7 @@ def _join(
                     turns=turns[piece].clip(max=LAST_TURN),
                     advantages=advantage,
                     rollout_logprobs=member.logprobs[piece],
+                    routes=routes,
                 )
             )
             trajectories.append(i)
@@ -268,12 +279,19 @@ def _join(
     return flatten(samples, engines, trajectories=trajectories, groups=group_numbers)
 
 
-def _sample(before: TokenIds, token_ids: TokenIds, sampled: npt.NDArray[np.bool_], **columns: npt.ArrayLike) -> Sample:
-    """The tokens `before` [P] and `token_ids` [R]. The other columns, [R] or one value each, count where the policy
-    `sampled` [R]."""
+def _sample(
+    before: TokenIds,
+    token_ids: TokenIds,
+    sampled: npt.NDArray[np.bool_],
+    *,
+    routes: npt.NDArray[np.int16],
+    **columns: npt.ArrayLike,
+) -> Sample:
+    """The tokens `before` [P] and `token_ids` [R], and `routes` of all. The other columns, [R] or one value each, count
+    where the policy `sampled` [R]."""
     rows = torch.from_numpy(np.concatenate([before, token_ids]).astype(np.int32))
     mask = torch.from_numpy(np.concatenate([np.zeros(len(before), np.bool_), sampled]))
-    found = {"token_ids": rows, "response_mask": mask}
+    found = {"token_ids": rows, "response_mask": mask, "routes": torch.from_numpy(routes)}
     for f in fields(Sample):
         if f.name in columns:
             column = torch.full((len(rows),), f.metadata["outside"], dtype=f.metadata["dtype"])

@@ -43,6 +43,10 @@ class RolloutConfig(Section):
     """When engines generate. synchronous: while the policy waits for a step's groups; partial (fleet): what is
     unfinished when a step has its groups goes on in the next step; asynchronous (fleet): new groups also start while
     the policy trains. Both save waiting, but which groups a step gets then depends on timing."""
+    routing_replay: bool = False
+    """Mixtures of experts: old log-probs and updates send tokens through the experts that the engine chose, as two
+    roundings of one router may choose differently (arXiv 2510.11370). SGLang engines need
+    --enable-return-routed-experts."""
     mismatch_warning: float | None = Field(default=None, gt=0, json_schema_extra=FREE)
     """Warn when engine and trainer log-probs differ by more than this many nats on average; null: 0.001 if both compute
     in fp32, else 0.05."""

@@ -14,11 +14,14 @@ from dapo_mega.types import (
     GenerationRequest,
     LogProbs,
     Response,
+    Routes,
     TokenIds,
     Trajectory,
     Turn,
     extend_spans,
+    no_routes,
     sampled_rows,
+    with_last_token,
 )
 
 T = TypeVar("T")
@@ -35,6 +38,7 @@ class Rows:
         self.turns: list[Turn] = []
         self._versions: list[tuple[int, int]] = []
         self._engines: list[tuple[str, int]] = []
+        self._routes = no_routes()
 
     def __len__(self) -> int:
         return len(self._sampled)
@@ -52,6 +56,7 @@ class Rows:
             prompt_token_ids=self.token_ids,
             seed=int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:16], "big") if number else seed,
             engine=self.engine,
+            routes_from=None if self._request.routes_from is None else len(self._routes),
             sampling=replace(self._request.sampling, max_new_tokens=max_new_tokens),
         )
 
@@ -69,6 +74,8 @@ class Rows:
         versions = response.version_spans or ((response.weight_version, length),)
         extend_spans(self._versions, versions, start)
         extend_spans(self._engines, response.engine_spans, start)
+        if response.routes.size:
+            self._routes = np.concatenate([self._routes.reshape(-1, *response.routes.shape[1:]), response.routes])
         self.turns.append(Turn(start + length, response.finish_reason))
 
     def note(self, parts: Mapping[str, float]) -> None:
@@ -95,6 +102,7 @@ class Rows:
             tuple(self._versions),
             tuple(self._engines),
             (length,),
+            routes=with_last_token(self._routes),
         )
 
 
@@ -171,7 +179,14 @@ class Pieces:
             tuple((engine, end + at) for piece, at in parts for engine, end in piece.engine_spans),
             (*(() if is_behind_row else (0,)), *starts[1:], total),
             stop,
+            _joined_routes(pieces, 0 if is_behind_row else len(self._request.prompt_token_ids)),
         )
+
+
+def _joined_routes(pieces: Sequence[Trajectory], num_before: int) -> Routes:
+    """Those of pieces, behind so many tokens of a prompt that is before none of them."""
+    joined = np.concatenate([piece.routes for piece in pieces])
+    return np.pad(joined, ((num_before if joined.size else 0, 0), (0, 0), (0, 0)), constant_values=-1)
 
 
 class RecordedTurn(NamedTuple):
@@ -186,8 +201,9 @@ class RecordedTurn(NamedTuple):
 
 def turns_of(trajectory: Trajectory, request: GenerationRequest) -> Iterator[RecordedTurn]:
     """The turns of a trajectory of this request, in their order."""
+    num_before = len(request.prompt_token_ids)
     for first, end, has_row in trajectory.pieces:
-        at = first
+        at, known = first, first + num_before * (not has_row)
         for turn in (turn for turn in trajectory.turns if first < turn.stop <= end):
             rows = sampled_rows(trajectory.sampled, at, turn.stop)
             before = trajectory.token_ids[first : rows.start]
@@ -200,10 +216,11 @@ def turns_of(trajectory: Trajectory, request: GenerationRequest) -> Iterator[Rec
                 min(version for version, _ in versions),
                 versions,
                 _within(trajectory.engine_spans, rows),
+                trajectory.routes[known : num_before + turn.stop - 1],
             )
             prompt = np.concatenate([request.prompt_token_ids, before]) if has_row else before
             yield RecordedTurn(at == first, has_row, prompt, response, turn.parts)
-            at = turn.stop
+            at, known = turn.stop, num_before + turn.stop - 1
 
 
 def _within(spans: Sequence[tuple[T, int]], rows: slice) -> tuple[tuple[T, int], ...]:

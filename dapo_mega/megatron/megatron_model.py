@@ -22,6 +22,7 @@ from dapo_mega.megatron.compute_checks import check_compute, use_deterministic_a
 from dapo_mega.megatron.core.decoder import PackedStage, build_chunks, run_chunk, run_schedule, unwrapped
 from dapo_mega.megatron.core.layers import uses_transformer_engine
 from dapo_mega.megatron.core.packed_attention import packed_segments
+from dapo_mega.megatron.core.routing import set_routes
 from dapo_mega.megatron.core.settings import transformer_config
 from dapo_mega.megatron.weights import ChunkLayout, load_weights
 from dapo_mega.models import Architecture, ModelFamily
@@ -147,6 +148,7 @@ class MegatronModel:
 
     def _forward(self, chunk: Any, batch: MicroBatch, make_labels: MakeLabels) -> Tensor:
         """Hidden states, or on the last chunk what its head makes of them and of the labels."""
+        set_routes(unwrapped(chunk), batch.targets.routes)
         segments = packed_segments(
             batch.cu_seqlens,
             batch.max_seqlen,

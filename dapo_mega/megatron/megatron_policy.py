@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.core.decoder import unwrapped
+from dapo_mega.megatron.core.routing import replay_routes
 from dapo_mega.megatron.megatron_model import MegatronModel
 from dapo_mega.megatron.objectives import Objective, TokenBatch, TokenScores
 from dapo_mega.megatron.output_layer import ChosenTokens, PolicyStage
@@ -94,7 +96,8 @@ class ScoringModel(TokenScoring):
 
 
 class MegatronPolicy(TrainedModel, TokenScoring):
-    """The model being trained: Megatron's DDP, distributed AdamW, gradient clipping and learning-rate schedule."""
+    """The model being trained: Megatron's DDP, distributed AdamW, gradient clipping and learning-rate schedule. Tokens
+    go through the experts that their micro-batch names."""
 
     def __init__(
         self,
@@ -125,6 +128,7 @@ class MegatronPolicy(TrainedModel, TokenScoring):
             lora=lora,
             seed=seed,
         )
+        replay_routes(map(unwrapped, self.chunks))
 
     def update(
         self,
@@ -169,10 +173,11 @@ class WithoutAdapters:
         self._policy = policy
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[TokenScores]:
-        """See `TokenScoring.score`."""
+        """See `TokenScoring.score`. Like any reference, it chooses its experts itself."""
         assert self._policy.lora
+        unrouted = [replace(b, targets=replace(b.targets, routes=b.targets.routes[:, :0, :0])) for b in micro_batches]
         with self._policy.lora.off():
-            return self._policy.score(micro_batches)
+            return self._policy.score(unrouted)
 
 
 def chosen_tokens(batch: MicroBatch, *, with_entropy: bool) -> ChosenTokens:

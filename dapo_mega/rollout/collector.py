@@ -422,7 +422,9 @@ class Collector:
             # The seed depends only on the run's seed and the request id, so responses do not depend on timing.
             seed = (self._config.seed << 64) | request_id
             sampling = self._greedy_sampling if is_greedy else self._sampling
-            requests.append(GenerationRequest(request_id, prompt.token_ids, seed, sampling))
+            routes_from = 0 if self._config.rollout.routing_replay and not is_greedy else None
+            request = GenerationRequest(request_id, prompt.token_ids, seed, sampling, routes_from=routes_from)
+            requests.append(request)
         return requests
 
     def _observe(self, group: Group) -> None:

@@ -54,6 +54,7 @@ def settings_of_groups(config: RunConfig, sampling: SamplingParams) -> Record:
     return {
         **flat(sampled, "sampling."),
         "sampling.has_greedy": config.algorithm.advantage.has_greedy,
+        "sampling.routing_replay": config.rollout.routing_replay,
         **{name: value for name, value in scored.items() if not may_change_at_resume(RunConfig, name)},
     }
 

@@ -57,6 +57,7 @@ def schema(trajectories: Sequence[Trajectory] = ()) -> pa.Schema:
     own = {
         column.in_files: _TYPES[column.kind]
         for column in columns_of(trajectory_records.SCORED)
+        if column.is_in_files
         if not column.is_optional or not all(is_default(trajectory, column) for trajectory in trajectories)
     }
     types = {**_BESIDE, **own}
@@ -90,7 +91,7 @@ def to_table(file: SampleFile, pieces: TokenPieces) -> pa.Table:
         "update_logprobs": _lists([t.update_logprobs if t else None for t in training], np.float32),
         "advantages": _lists([t.advantages if t else None for t in training], np.float32),
     }
-    for column in columns_of(trajectory_records.SCORED):
+    for column in filter(lambda column: column.is_in_files, columns_of(trajectory_records.SCORED)):
         of_rows = [getattr(row.trajectory, column.field, None) for row in rows]
         values[column.in_files] = (
             _lists(of_rows, column.dtype)

@@ -248,7 +248,16 @@ def entropy_control(config: RunConfig) -> EntropyControl:
 
 
 def check_routing(config: RunConfig, arch: Architecture) -> None:
-    """Raise InputError for a trained router bias that checkpoints, and so the engines, do not have."""
+    """Raise InputError for a trained router bias that checkpoints, and so the engines, do not have, and for routes that
+    are to be replayed where they cannot be."""
+    if config.rollout.routing_replay:
+        reason = ""
+        if arch.experts is None:
+            reason = "has no experts"
+        elif arch.experts.groups and arch.experts.groups.ranked_by == "best":
+            reason = "limits softmax routing to groups of experts, for which replay is not supported yet"
+        if reason:
+            raise InputError(f"rollout.routing_replay=true: {arch.model_type} {reason}; leave it out")
     has_bias = arch.experts is not None and arch.experts.has_router_bias
     if config.compute.moe.router_bias_update_rate > 0 and not has_bias:
         raise InputError(

@@ -117,6 +117,11 @@ def load_replay_config(run_dir: Path, overrides: Sequence[str], recorded_world_s
     config = load_config(
         RunConfig, run_dir / "config.yaml", [*overrides, f"output_dir={run_dir}", "rollout.mismatch_stop=null"]
     )
+    if config.rollout.routing_replay:
+        raise InputError(
+            f"steps of {run_dir} cannot be replayed: it had rollout.routing_replay=true, and files of samples do not "
+            "have the experts of tokens"
+        )
     chosen = any(override.startswith("parallel.") for override in overrides)
     if world_size_from_environment() != recorded_world_size and not chosen:
         return config.model_copy(update={"parallel": type(config.parallel)()})

@@ -14,6 +14,7 @@ from dapo_mega.batching.scatter import ScatterGroups
 from dapo_mega.batching.step import pack_step, plan_samples
 
 from .launching import run_distributed
+from .tiny import with_routes
 
 pytestmark = pytest.mark.distributed
 
@@ -21,10 +22,9 @@ COMMON = {"seed": 0, "mini_batch_groups": 2, "group_size": 6, "budget": 80}
 
 
 @dataclass(frozen=True, eq=False)
-class RoutedSample(Sample):
-    """Two per-token columns of a user's: experts that routed the token [L, 2], and the turn it belongs to."""
+class NumberedSample(Sample):
+    """A per-token column of a user's."""
 
-    routed_experts: torch.Tensor = field(metadata=column(torch.uint8, outside=255))
     turn_ids: torch.Tensor = field(metadata=column(torch.int64, outside=-1))
 
 
@@ -56,9 +56,9 @@ def samples_of(case):
             num_off_policy=int(rng.integers(response + 1)),
             engine_ids=rng.integers(-1, 3, response) if case["seed"] % 2 else 1,
         )
-        experts = torch.from_numpy(rng.integers(0, 8, (prompt + response, 2)).astype(np.uint8))
-        turns = torch.arange(prompt + response) // 10
-        samples.append(RoutedSample(**vars(plain), routed_experts=experts, turn_ids=turns))
+        if case["seed"] % 2:
+            (plain,) = with_routes([plain], layers=3, experts=8, per_token=2)
+        samples.append(NumberedSample(**vars(plain), turn_ids=torch.arange(prompt + response) // 10))
     return flatten(samples, ["http://a", "http://b", "http://c"], groups=np.arange(len(samples)) // case["group_size"])
 
 
@@ -82,7 +82,7 @@ def compare(case, num_replicas, groups):
         for mine, indices in zip(mini_batch, planned[groups.data_rank], strict=True):
             expected = pack(whole.select(indices), layout, **packing)
             assert_same_bits(mine, expected)
-            assert type(mine.targets) is RoutedSample
+            assert type(mine.targets) is NumberedSample
             assert_same_bits(mine.targets, expected.targets)
             tokens += mine.num_tokens
             assert_columns_follow_their_tokens(mine, [whole.select([i]).columns for i in indices])

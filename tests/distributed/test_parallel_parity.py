@@ -120,6 +120,19 @@ LATENT = {
 }
 
 
+FULL = {"recompute": "full", "recompute_layers": 2}
+MOE = {"recompute": "selective", "recompute_modules": ["core_attn", "moe"]}
+# Four layers, of which the first has no experts.
+REPLAYED = {
+    1: {"own_choice": {}, "one": {"routes": True}, "recompute": {"routes": True, "compute": FULL}},
+    2: {
+        "tp2_ep2_recompute_moe": {"routes": True, "parallel": {**TP2, "expert": 2}, "compute": MOE},
+        "cp2": {"routes": True, "parallel": {"context": 2}},
+        "vpp2x2_recompute": {"routes": True, "parallel": VPP, "compute": {**FULL, "recompute_layers": 1}},
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
@@ -157,6 +170,11 @@ def experts(models, tmp_path_factory):
 @pytest.fixture(scope="module")
 def latent(models, tmp_path_factory):
     return run_table(LATENT, models, "latent", tmp_path_factory.mktemp("latent"))
+
+
+@pytest.fixture(scope="module")
+def replayed(models, tmp_path_factory):
+    return run_table(REPLAYED, models, "latent", tmp_path_factory.mktemp("replayed"))
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +233,13 @@ def test_latent_attention_with_routing_biases_learns_the_same(latent, name):
     assert all(torch.equal(latent[name]["after"][key], alone["after"][key]) for key in biases)
     weights = alone["after"].keys() - set(biases)
     assert_learns_the_same(only(latent[name], weights), only(alone, weights))
+
+
+@pytest.mark.parametrize("name", ["recompute", *REPLAYED[2]])
+def test_replayed_routes_are_learnt_from_the_same_under_every_layout(replayed, name):
+    weights = [key for key in replayed["one"]["after"] if not key.endswith("e_score_correction_bias")]
+    assert_learns_the_same(only(replayed[name], weights), only(replayed["one"], weights))
+    assert abs(replayed["one"]["scores"][0] - replayed["own_choice"]["scores"][0]) > 1
 
 
 @pytest.mark.parametrize("name", ["bf16_tp2", "bf16_cp2", "bf16_vpp2x2"])

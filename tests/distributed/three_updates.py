@@ -19,7 +19,7 @@ from dapo_mega.megatron.processes import start_processes
 from tests import te_cpu
 
 from .launching import run_distributed
-from .tiny import make_samples
+from .tiny import make_samples, with_routes
 
 SAMPLES = (17, 26, 14)
 """Of each update. The number of micro-batches varies, as packing makes it vary."""
@@ -30,7 +30,8 @@ def three_updates(world_size, cases, models, checkpoints):
     """{name: what the case left behind}, from one start of so many processes.
 
     A case has `parallel` and `compute`, sections of the configuration; `budget`; `dtype`; `layers`, "auto" if none are
-    given; `samples`, the numbers of the updates, SAMPLES if none are given. With `save_after` a checkpoint is written
+    given; `samples`, the numbers of the updates, SAMPLES if none are given; `routes`, whether tokens go to experts that
+    were drawn. With `save_after` a checkpoint is written
     to `checkpoints` after so many updates; with `resume` (the name of an earlier case) the updates after its checkpoint
     are done. `within` is a function that makes a context for it. `models` has each case's checkpoint.
     """
@@ -72,7 +73,11 @@ def _three_updates(name, case, model, checkpoints):
         done = store.load(policy, store.latest()).step
     for update in range(done, NUM_UPDATES):
         samples = case.get("samples", SAMPLES)[update]
-        samples = flatten(make_samples(samples, seed=update, vocab_size=policy.arch.vocab_size))
+        samples = make_samples(samples, seed=update, vocab_size=policy.arch.vocab_size)
+        if case.get("routes"):
+            experts = policy.arch.experts
+            samples = with_routes(samples, policy.arch.num_layers, experts.number, experts.per_token, seed=update)
+        samples = flatten(samples)
         (micro_batches,) = policy.pack(
             samples, token_budget=case.get("budget", 150), aggregation=algorithm.aggregation, max_response_tokens=40
         ).mini_batches

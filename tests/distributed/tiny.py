@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -453,6 +455,29 @@ def make_samples(
             )
         )
     return samples
+
+
+def with_routes(samples: list[Sample], layers: int, experts: int, per_token: int, seed: int = 0) -> list[Sample]:
+    """The samples with experts drawn for all tokens, and for a fifth of the tokens none."""
+    rng = np.random.default_rng(seed)
+    routed = []
+    for sample in samples:
+        routes = rng.random((len(sample), layers, experts)).argsort(-1)[:, :, :per_token].astype(np.int16)
+        routes[rng.random(len(sample)) < 0.2] = -1
+        routed.append(replace(sample, routes=torch.from_numpy(routes)))
+    return routed
+
+
+def disturbed_choices() -> Any:
+    """Within this context routers of transformers choose experts at random, and weigh them as ever."""
+    choose, rng = torch.topk, torch.Generator().manual_seed(0)
+
+    def disturbed(scores: torch.Tensor, *settings: Any, **named: Any) -> Any:
+        noise = torch.randn(scores.shape, generator=rng) * scores.std()
+        indices = choose(scores + noise, *settings, **named).indices
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+    return patch("torch.topk", disturbed)
 
 
 def prompt_length(sample: Sample) -> int:

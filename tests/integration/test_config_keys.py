@@ -124,6 +124,8 @@ ELSEWHERE = {
     },
     "rollout.offload_trainer": "integration/test_fleet.py::"
     "test_a_trainer_lends_its_memory_to_colocated_engines_that_generate",
+    "rollout.routing_replay": "integration/test_expert_run.py::"
+    "test_a_run_replays_the_routes_of_an_engine_that_routes_otherwise",
     "controller.own_process": "integration/test_resume.py::test_a_controller_of_its_own_gives_the_same_run",
     **dict.fromkeys(
         ("controller.host", "controller.wait_limit_s"),

@@ -1,6 +1,7 @@
 """The Megatron policy computes what transformers computes, and the engine is told when it does not (property 7)."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import dapo_mega
 from dapo_mega.batching import microbatch
-from dapo_mega.batching.samples import flatten, single_turn
+from dapo_mega.batching.samples import flatten, samples_to_score, single_turn
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
@@ -20,13 +21,14 @@ from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.objectives import PolicyGradient, SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
-from dapo_mega.types import GenerationRequest, SamplingParams
+from dapo_mega.types import GenerationRequest, Prompt, SamplingParams, Trajectory
 from tests import te_cpu
 from tests.distributed.tiny import (
     DELTA_MODELS,
     FAMILIES,
     FAMILY_MODELS,
     VOCAB_SIZE,
+    disturbed_choices,
     has_delta,
     make_model,
     make_samples,
@@ -208,6 +210,28 @@ def test_the_engine_agrees_with_the_policy_whose_weights_it_was_given(checkpoint
     scores = policy.score([pack(samples)])[0].logprobs
     sampled = torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]))
     assert_alike(scores, sampled)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss"])
+def test_replayed_routes_give_the_log_probs_of_an_engine_that_routes_otherwise(checkpoints, processes, kind):
+    """Its choice of experts is disturbed, and their weights are not."""
+    policy = make_policy(checkpoints[kind], processes)
+    engine = EmbeddedEngine(checkpoints[kind], torch.float32)
+    engine.load_weights(policy.weights(1 << 12), 0)
+    prompts = [Prompt(i, "", make_samples(1)[0].token_ids[: 3 + i].numpy(), "") for i in range(2)]
+    params = SamplingParams(max_new_tokens=24, stop_token_ids=(7, 8, 9))
+    requests = [GenerationRequest(i, prompts[i % 2].token_ids, i, params, routes_from=0) for i in range(6)]
+    with disturbed_choices():
+        answers = engine.generate(requests)
+    members = [(prompts[answer.request_id % 2], Trajectory.of(answer)) for answer in answers]
+    replayed = microbatch.pack(samples_to_score(members, 0), max_response_tokens=64)
+    assert replayed.targets.routes.shape[1:] == (policy.arch.num_layers, policy.arch.experts.per_token)
+    own = replace(replayed, targets=replace(replayed.targets, routes=replayed.targets.routes[:, :0, :0]))
+    with_routes, without = (score.logprobs for score in policy.score([replayed, own]))
+    sampled = torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]))
+    assert len({len(answer.token_ids) for answer in answers}) > 1
+    assert (with_routes - sampled).abs().max() < 1e-5
+    assert (without - sampled).abs().mean() > 0.01
 
 
 def test_an_exported_checkpoint_loads_in_transformers_and_is_bit_equal(tmp_path, processes):

@@ -24,8 +24,9 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from dapo_mega.engines.embedded.routes import ChosenExperts
 from dapo_mega.engines.embedded.sampling import request_uniforms, sample_tokens
-from dapo_mega.types import GenerationRequest
+from dapo_mega.types import GenerationRequest, Routes, no_routes
 
 _PREFILL_TOKENS = 8192
 """Padded tokens of one prefill forward: bounds its activations."""
@@ -36,8 +37,8 @@ _SPARE_SLOTS = 64
 _UNIFORMS_AT_ONCE = 128
 """Random numbers drawn per row at once."""
 
-FinishedRow = tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float32], bool]
-"""(index of the request, token ids, log-probs, whether a stop token ended it)"""
+FinishedRow = tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float32], bool, Routes]
+"""(index of the request, token ids, log-probs, whether a stop token ended it, experts of all tokens but the last)"""
 
 _GROUPED_DECODE = "grouped_decode"
 
@@ -183,12 +184,18 @@ def _roomy_buffer(like: Tensor, num_rows: int, num_slots: int, dtype: torch.dtyp
 class RowBatch:
     """Rows that are decoded in lockstep; row r of every tensor belongs to `_rows[r]`."""
 
-    def __init__(self, rows: list[tuple[int, GenerationRequest]], model: PreTrainedModel) -> None:
+    def __init__(
+        self, rows: list[tuple[int, GenerationRequest]], model: PreTrainedModel, experts: ChosenExperts
+    ) -> None:
         """`rows` are (index, request), ordered by prompt length, equal prompts adjacent; they differ in sampling only
-        in `max_new_tokens`. The batch empties `rows`.
+        in `max_new_tokens`. The batch empties `rows`. `experts` are those of the model's last pass.
         """
         self._rows = rows
         self._model = model
+        self._experts = experts if any(request.routes_from is not None for _, request in rows) else None
+        # Of each request's prompt [P, layers, experts per token], and of what was sampled [rows, history, layers, ...].
+        self._prompt_routes: dict[int, Tensor] = {}
+        self._routes = torch.empty(0)
         self._sampling = rows[0][1].sampling
         self._stop_ids = torch.tensor(self._sampling.stop_token_ids, dtype=torch.int64, device=model.device)
         self._limits = np.array([request.sampling.max_new_tokens for _, request in rows])
@@ -219,6 +226,8 @@ class RowBatch:
             if not self._rows:
                 return
             logits = self._forward(self._tokens[: len(self._rows), step : step + 1])
+            if self._experts:
+                self._routes[: len(self._rows), step] = self._experts.chosen(len(self._rows))[:, 0]
 
     def _prefill(self) -> Tensor:
         """Fill the cache with the prompts; returns the logits [rows, V] of their last positions."""
@@ -246,6 +255,13 @@ class RowBatch:
             use_cache=True,
             logits_to_keep=1,
         )
+        if self._experts:
+            routes = self._experts.chosen(len(prompts))
+            for i, rows in enumerate(members):
+                of_prompt = routes[i, width - len(prompts[i]) :].clone()
+                self._prompt_routes |= {self._rows[row][0]: of_prompt for row in rows}
+            if not len(self._routes):
+                self._routes = routes.new_empty(*self._tokens.shape, *routes.shape[2:])
         self._layers = self._layers or [self._empty_layer(layer) for layer in cache.layers]
         repeats = torch.tensor([len(rows) for rows in members], device=device)
         first, last = members[0][0], members[-1][-1]
@@ -292,11 +308,15 @@ class RowBatch:
         """Hand out the finished rows at `length` tokens, and keep the others."""
         ended_by_stop = stopped.tolist()
         is_finished = finished.tolist()
-        for row, (index, _) in enumerate(self._rows):
+        for row, (index, request) in enumerate(self._rows):
             if is_finished[row]:
                 tokens = self._tokens[row, :length].to("cpu", torch.int32, copy=True).numpy()
                 logprobs = self._logprobs[row, :length].to("cpu", copy=True).numpy()
-                yield index, tokens, logprobs, ended_by_stop[row]
+                routes = no_routes()
+                if request.routes_from is not None:
+                    of_all = torch.cat([self._prompt_routes.pop(index), self._routes[row, : length - 1]])
+                    routes = of_all[request.routes_from :].cpu().numpy()
+                yield index, tokens, logprobs, ended_by_stop[row], routes
         num_rows = len(is_finished) - sum(is_finished)
         places = [row for row in range(num_rows) if is_finished[row]]
         movers = [row for row in range(num_rows, len(is_finished)) if not is_finished[row]]
@@ -313,6 +333,8 @@ class RowBatch:
         if len(places):
             self._tokens[places, :length] = self._tokens[movers, :length]
             self._logprobs[places, :length] = self._logprobs[movers, :length]
+            if self._experts:
+                self._routes[places, :length] = self._routes[movers, :length]
             self._uniforms[places] = self._uniforms[movers]
             self._unused[places] = self._unused[movers]
         self._unused = self._unused[:num_rows]

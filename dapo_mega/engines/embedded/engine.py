@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 from dapo_mega.atomic_files import read_json_object
 from dapo_mega.engines.embedded.decoding import RowBatch, prompt_key, use_grouped_decode_attention
+from dapo_mega.engines.embedded.routes import ChosenExperts
 from dapo_mega.models.families import language_config
 from dapo_mega.types import FinishReason, GenerationFailure, GenerationRequest, NamedTensors, Response, SamplingParams
 
@@ -58,6 +59,7 @@ class EmbeddedEngine:
                 tensor.data = tensor.data.float()
         self._model: PreTrainedModel | None = model.to(device).eval().requires_grad_(False)
         use_grouped_decode_attention(model)
+        self._chosen_experts = ChosenExperts(model)
         self._max_batch_rows = max_batch_rows
         self._check_stop = check_stop
         self.weight_version = -1
@@ -78,11 +80,12 @@ class EmbeddedEngine:
         _check(requests, self._model.config.get_text_config())
         responses: dict[int, Response] = {}
         for chunk in _chunks(requests, self._max_batch_rows):
-            batch = RowBatch([(index, requests[index]) for index in chunk], self._model)
-            for index, tokens, logprobs, stopped in batch.decode(self._check_stop):
+            batch = RowBatch([(index, requests[index]) for index in chunk], self._model, self._chosen_experts)
+            for index, tokens, logprobs, stopped, routes in batch.decode(self._check_stop):
                 request_id = requests[index].request_id
                 finish: FinishReason = "stop" if stopped else "length"
-                responses[index] = Response(request_id, tokens, logprobs, finish, self.weight_version)
+                version = self.weight_version
+                responses[index] = Response(request_id, tokens, logprobs, finish, version, routes=routes)
         return [responses[index] for index in range(len(requests))]
 
     @torch.no_grad()

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+<<<<<<< HEAD
 import struct
+=======
+import math
+>>>>>>> wt-gated
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
-from dapo_mega.types import FinishReason, GenerationRequest, LogProbs, Response, TokenIds, extend_spans
+from dapo_mega.models import Architecture
+from dapo_mega.types import (
+    FinishReason,
+    GenerationRequest,
+    LogProbs,
+    Response,
+    Routes,
+    TokenIds,
+    extend_spans,
+    no_routes,
+)
 
-Fault = Literal["malformed", "token_count", "vocabulary", "logprobs", "version"]
+Fault = Literal["malformed", "token_count", "vocabulary", "logprobs", "version", "routes"]
 """What is wrong with an answer: its form, its number of tokens, ids outside of the vocabulary, log-probs that are
-missing or impossible, or the version of the weights that sampled it."""
+missing or impossible, the version of the weights that sampled it, or the experts of its tokens."""
 
 _ANY_TOKEN = -1
 _MAX_ROUNDING = 1e-4  # A log-prob near 0 may be rounded to this much above 0.
@@ -51,6 +66,28 @@ class Completion:
     finish: Literal["stop", "length", "abort"]
     version_spans: tuple[tuple[int, int], ...]
     url: str = ""
+    routes: Routes = field(default_factory=no_routes)
+
+
+@dataclass(frozen=True)
+class RouteSizes:
+    """Of the policy: its layers, those of them with experts, and how many of how many experts a token goes to."""
+
+    num_layers: int
+    layers: tuple[int, ...]
+    per_token: int
+    experts: int
+
+    @classmethod
+    def of(cls, arch: Architecture) -> RouteSizes | None:
+        """None of a dense model."""
+        layers = tuple(filter(arch.has_experts, range(arch.num_layers)))
+        return cls(arch.num_layers, layers, arch.experts.per_token, arch.experts.number) if arch.experts else None
+
+    def num_bytes(self, request: GenerationRequest) -> int:
+        """The most that the experts of a request's tokens take in an answer: base64 of int32."""
+        longest = len(request.prompt_token_ids) + request.sampling.max_new_tokens
+        return 0 if request.routes_from is None else longest * self.num_layers * self.per_token * 16 // 3 + 4
 
 
 def generate_payload(
@@ -78,8 +115,15 @@ def generate_payload(
         "input_ids": prompt,
         "sampling_params": parameters,
         "return_logprob": True,
+        **({} if (start := _routes_start(request, parts)) is None else {"return_routed_experts": True}),
+        **({"routed_experts_start_len": start} if start else {}),
         **_named(adapter),
     }
+
+
+def _routes_start(request: GenerationRequest, parts: Sequence[Completion]) -> int | None:
+    """The first token whose experts are to be said, after those that `parts` have."""
+    return None if request.routes_from is None else request.routes_from + sum(len(part.routes) for part in parts)
 
 
 def scoring_payload(token_ids: TokenIds, adapter: str = "") -> dict[str, Any]:
@@ -120,10 +164,12 @@ def parse_answer(
     vocab_size: int,
     versions: VersionRange,
     url: str = "",
+    sizes: RouteSizes | None = None,
 ) -> Completion:
     """The completion in the answer of the server at `url` to `generate_payload(request, parts, ...)`.
 
-    `versions` are the weight versions that may have sampled its tokens. Raises MalformedAnswer.
+    `versions` are the weight versions that may have sampled its tokens, `sizes` those of the experts that a request may
+    ask for. Raises MalformedAnswer.
     """
     output_ids, meta_info = _fields(body)
     token_ids = _token_ids(output_ids, vocab_size)
@@ -134,7 +180,11 @@ def parse_answer(
     logprobs = _logprobs(meta_info, output_ids)
     limit = request.sampling.max_new_tokens - sum(len(part.token_ids) for part in parts)
     finish = _finish(meta_info, output_ids, request.sampling.stop_token_ids, limit)
-    return Completion(token_ids, logprobs, finish, _version_spans(meta_info, len(token_ids), versions), url)
+    spans, routes = _version_spans(meta_info, len(token_ids), versions), no_routes()
+    if sizes and (start := _routes_start(request, parts)) is not None:
+        num_tokens = len(request.prompt_token_ids) + sum(len(part.token_ids) for part in parts) + len(token_ids)
+        routes = _routes(meta_info.get("routed_experts"), num_tokens - 1 - start, sizes, is_cut_off=finish == "abort")
+    return Completion(token_ids, logprobs, finish, spans, url, routes)
 
 
 def joined(request_id: int, parts: Sequence[Completion]) -> Response:
@@ -156,6 +206,7 @@ def joined(request_id: int, parts: Sequence[Completion]) -> Response:
         weight_version=min(version for version, _ in versions),
         version_spans=tuple(versions) if len(versions) > 1 else (),
         engine_spans=tuple(engines) if any(url for url, _ in engines) else (),
+        routes=np.concatenate(found) if (found := [p.routes for p in parts if p.routes.size]) else no_routes(),
     )
 
 
@@ -225,6 +276,27 @@ def _logprobs(meta_info: dict[str, Any], output_ids: list[int]) -> LogProbs:
     if len(values) and not (values.min() > -np.inf and values.max() <= _MAX_ROUNDING):
         raise MalformedAnswer("logprobs", "its log-probs are missing, not finite or above 0")
     return np.minimum(values, np.float32(0.0))
+
+
+def _routes(encoded: Any, num_tokens: int, sizes: RouteSizes, *, is_cut_off: bool) -> Routes:
+    """[tokens, layers, per_token] from base64 of int32; of no tokens where a request was cut off without them: the call
+    that goes on then says them."""
+    if is_cut_off and not encoded:
+        return no_routes()
+    if not isinstance(encoded, str):
+        raise MalformedAnswer("routes", "it does not say which experts its tokens went through")
+    found = np.frombuffer(base64.b64decode(encoded, validate=True), np.int32)
+    shape = (num_tokens, sizes.num_layers, sizes.per_token)
+    if len(found) != math.prod(shape):
+        raise MalformedAnswer("routes", f"it has {len(found)} experts where [tokens, layers, each] are {list(shape)}")
+    routes = np.full(shape, -1, np.int16)
+    layers = list(sizes.layers)
+    routes[:, layers] = found.reshape(shape)[:, layers]
+    ordered = np.sort(routes[:, layers], axis=-1)
+    is_outside = ordered.size and not (ordered.min() >= 0 and ordered.max() < sizes.experts)
+    if is_outside or (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise MalformedAnswer("routes", f"tokens did not go through {sizes.per_token} of {sizes.experts} experts in it")
+    return routes
 
 
 def _finish(

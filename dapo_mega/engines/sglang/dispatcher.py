@@ -29,6 +29,7 @@ from dapo_mega.engines.sglang.api import (
     Completion,
     Fault,
     MalformedAnswer,
+    RouteSizes,
     generate_payload,
     joined,
     parse_answer,
@@ -103,6 +104,7 @@ class Dispatcher:
         seed: int = 0,
         most_calls: int = sys.maxsize,
         adapter: str = "",
+        route_sizes: RouteSizes | None = None,
     ) -> None:
         """`run` is the name of this run's weights. Callbacks: `on_trouble(url)` when a connection fails;
         `on_wrong_weights(url, weights)` when an engine answers with weights that it was not given, where `weights` is
@@ -111,6 +113,7 @@ class Dispatcher:
         A call takes at most `request_timeout_s`. After a failed call its request waits `backoff_s`, doubled each time
         and with jitter from `seed`, and then goes to another engine if there is one. At most `most_calls` are made at
         the same time, for which this process may open enough files. Calls name the LoRA `adapter`.
+        `route_sizes` are those of the experts that requests may ask for.
         """
         self._vocab_size = vocab_size
         self._request_timeout_s = request_timeout_s
@@ -123,6 +126,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._own_run = run
         self._adapter = adapter
+        self._route_sizes = route_sizes
         self._call_prefix = os.urandom(4).hex()
         self._router = EngineRouter(requests_per_engine)
         self._slots: dict[str, EngineSlot] = {}
@@ -317,10 +321,11 @@ class Dispatcher:
         cause: Cause
         payload = generate_payload(work.request, work.parts, work.rid, self._adapter)
         try:
-            body = await slot.client.generate(payload, self._request_timeout_s)
+            besides = self._route_sizes.num_bytes(work.request) if self._route_sizes else 0
+            body = await slot.client.generate(payload, self._request_timeout_s, besides)
             versions = VersionRange(self._own_run, version, self.newest_version)
             outcome: Completion | EngineError | MalformedAnswer = parse_answer(
-                body, work.request, work.parts, self._vocab_size, versions, slot.url
+                body, work.request, work.parts, self._vocab_size, versions, slot.url, self._route_sizes
             )
         except (EngineError, MalformedAnswer) as error:
             outcome = error

@@ -110,7 +110,8 @@ class EngineInfo:
     if unknown. `supports_sessions`: the server has /begin_weight_update. `plugin_protocol` is the version of its
     `dapo_mega.sglang_plugin`, None without the plugin; `has_plugin`: that version is this trainer's. `model` is the
     model's configuration, if the server reports one. `deterministic`: it samples by the seeds of requests.
-    `adapter_rank` is the largest of LoRA adapters that it takes, 0 for none.
+    `adapter_rank` is the largest of LoRA adapters that it takes, 0 for none. `returns_routes`: it says which experts
+    tokens went through, if it is asked.
     """
 
     url: str
@@ -129,6 +130,7 @@ class EngineInfo:
     plugin_protocol: str | None = None
     deterministic: bool = False
     adapter_rank: int = 0
+    returns_routes: bool = False
 
 
 class EngineClient:
@@ -159,13 +161,14 @@ class EngineClient:
         """Return once the engine has generated a token, which takes at least a second."""
         await self._request("GET", "/health", timeout_s=timeout_s)
 
-    async def generate(self, payload: dict[str, Any], timeout_s: float) -> Any:
-        """The parsed answer of /generate, whose size the number of tokens asked for limits."""
+    async def generate(self, payload: dict[str, Any], timeout_s: float, bytes_besides: int = 0) -> Any:
+        """The parsed answer of /generate, whose size the number of tokens asked for limits, but for `bytes_besides`."""
         num_tokens = payload.get("sampling_params", {}).get("max_new_tokens", 0)
         if "logprob_start_len" in payload:
             num_tokens += len(payload["input_ids"])
         body = orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
-        content = await self._request("POST", "/generate", body, timeout_s, _ANSWER_BYTES + num_tokens * _TOKEN_BYTES)
+        limit_bytes = _ANSWER_BYTES + num_tokens * _TOKEN_BYTES + bytes_besides
+        content = await self._request("POST", "/generate", body, timeout_s, limit_bytes)
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError:  # Python's parser takes NaN, too, whose place in the answer says more.
@@ -405,4 +408,5 @@ def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], suppor
         model=described_model(server.get("internal_states", [])),
         deterministic=bool(server.get("enable_deterministic_inference", False)),
         adapter_rank=_count(server["max_lora_rank"], _MOST_RANKS) if server.get("enable_lora") else 0,
+        returns_routes=bool(server.get("enable_return_routed_experts", False)),
     )

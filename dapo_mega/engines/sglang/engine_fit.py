@@ -41,6 +41,11 @@ def incompatibility(info: EngineInfo, config: RunConfig, vocab_size: int) -> str
             )
         if not info.has_plugin:
             return f"lora.send=adapters needs this version of dapo_mega in its environment ({INSTALL_PLUGIN})"
+    if config.rollout.routing_replay and not info.returns_routes:
+        return (
+            "it does not say which experts tokens went through, as rollout.routing_replay=true needs; start it with "
+            "-- --enable-return-routed-experts"
+        )
     sync = config.weight_sync
     if sync.in_flight == "continue" and sync.pause == "in_place" and not info.disable_radix_cache:
         return (

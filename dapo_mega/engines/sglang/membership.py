@@ -23,6 +23,7 @@ from http import HTTPStatus
 from typing import Literal
 
 from dapo_mega.config import RunConfig
+from dapo_mega.engines.sglang.api import RouteSizes
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import (
     EngineClient,
@@ -143,6 +144,7 @@ class Membership:
             seed=self._config.seed,
             most_calls=max(1, int(share_of_files * raise_file_limit())),
             adapter=ADAPTER if self._config.sends_adapters else "",
+            route_sizes=RouteSizes.of(self._arch) if self._arch else None,
         )
 
     def in_state(self, *states: State) -> list[str]:

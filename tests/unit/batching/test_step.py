@@ -119,6 +119,7 @@ def test_a_trajectory_of_several_turns_is_its_tokens_with_a_mask():
         ScoredTrajectory(number, ids, logprobs, sampled, turns, *spans, (5, 9), **verdict, reward=reward)
         for number, reward in ((0, 1.0), (1, 0.0))
     ]
+    found[0] = replace(found[0], routes=np.arange(11, dtype=np.int16).reshape(11, 1, 1))
     prompt = Prompt(0, "", np.array([7, 8], np.int32), "")
     paths = {"output_dir": "o", "num_steps": 1, "model": {"path": "m"}, "data": {"train": {"path": "d"}}}
     config = RunConfig.model_validate({**paths, "algorithm": {"advantage": "group_mean"}})
@@ -127,13 +128,13 @@ def test_a_trajectory_of_several_turns_is_its_tokens_with_a_mask():
     assert samples.origins.groups.tolist() == [0] * 4 + [1] * 4
     assert samples.origins.leads.tolist() == [1, 0] * 4
     assert samples.origins.loss_tokens.tolist() == [4] * 8
-    first, second, *_ = samples.split([1] * 8)
+    first, second, without_routes, *_ = samples.split([1] * 8)
     mask = torch.tensor([0, 0, 1, 1, 0, 0, 1], dtype=torch.bool)
     plain = single_turn(
         prompt.token_ids, ids[:5], logprobs[:5], advantage=0.5, num_off_policy=2, engine_ids=[0, 0, 0, 0, 1]
     )
     plain = replace(plain, turns=torch.tensor([0, 0, 0, 0, 0, 0, 1], dtype=torch.int8))
-    for f in fields(Sample):
+    for f in (f for f in fields(Sample) if f.name != "routes"):
         outside = torch.full_like(getattr(plain, f.name), f.metadata["outside"])
         expected = plain.token_ids if f.name == "token_ids" else torch.where(mask, getattr(plain, f.name), outside)
         assert torch.equal(getattr(first.columns, f.name), expected), f.name
@@ -142,6 +143,10 @@ def test_a_trajectory_of_several_turns_is_its_tokens_with_a_mask():
     assert second.columns.rollout_logprobs.tolist() == [0, 0, 0, -1]
     assert second.columns.sample_ids.tolist() == [-1, -1, -1, 1]
     assert second.columns.turns.tolist() == [0, 0, 0, 2]
+    # A position that predicts a token went through the experts of the token before; no position predicts a first one.
+    assert first.columns.routes.flatten().tolist() == [-1, 0, 1, 2, 3, 4, 5]
+    assert second.columns.routes.flatten().tolist() == [-1, 7, 8, 9]
+    assert without_routes.columns.routes.tolist() == [[[-1]]] * 7
     # What processes computed of the samples finds its way back to the trajectory's rows.
     runs = TokenRuns(np.array([[0, 2, 2], [1, 3, 1], [0, 6, 1]], np.int32), np.array([[1.0, 2, 4, 3]], np.float32))
     (values,) = by_trajectory([runs], 1, [(0, -2), (0, 5)], [9])

@@ -25,6 +25,7 @@ TURNS = Trajectory(
     version_spans=((3, 5), (4, 9)),
     engine_spans=(("a", 2), ("b", 9)),
     segments=(5, 9),
+    routes=np.arange(11 * 2 * 3, dtype=np.int16).reshape(11, 2, 3),
 )
 
 

@@ -1,5 +1,6 @@
 """Payloads and answers of SGLang, without a server."""
 
+import base64
 import contextlib
 import copy
 import math
@@ -11,6 +12,7 @@ import pytest
 from dapo_mega.engines.sglang.api import (
     Completion,
     MalformedAnswer,
+    RouteSizes,
     generate_payload,
     joined,
     parse_answer,
@@ -244,6 +246,65 @@ def test_only_the_runs_own_weights_may_have_sampled_an_answer(version, foreign, 
     with pytest.raises(MalformedAnswer) as caught:
         parsed(body, run="mine")
     assert (caught.value.fault, caught.value.foreign) == ("version", foreign)
+
+
+SIZES = RouteSizes(num_layers=3, layers=(1, 2), per_token=2, experts=4)
+
+
+def experts_of(tokens, first=0):
+    """Token t goes to two neighbours of four experts; a layer without experts has what was in memory."""
+    places = np.arange(first, first + tokens)[:, None, None] + np.arange(3)[:, None]
+    chosen = np.concatenate([places % 4, (places + 1) % 4], -1).astype(np.int32)
+    chosen[:, 0] = 99
+    return chosen
+
+
+def routed(request, ids, chosen, parts=(), kind="length"):
+    encoded = base64.b64encode(chosen.tobytes()).decode()
+    body = answer(ids, kind, routed_experts=encoded)
+    return parse_answer(body, request, parts, VOCAB_SIZE, VersionRange("", 2, 2), sizes=SIZES)
+
+
+def test_the_experts_of_all_tokens_but_the_last_are_asked_for_and_read_once():
+    request = replace(REQUEST, routes_from=0)
+    payload = generate_payload(request, [], "r.")
+    assert payload["return_routed_experts"] is True
+    assert "routed_experts_start_len" not in payload
+    first = routed(request, [1, 2], experts_of(3), kind="abort")
+    assert first.routes.dtype == np.int16
+    assert first.routes[:, 1].tolist() == [[1, 2], [2, 3], [3, 0]]
+    assert (first.routes[:, 0] == -1).all()
+    # The first part's last token is the continuation's first.
+    assert generate_payload(request, [first], "r.")["routed_experts_start_len"] == 3
+    last = routed(request, [3, 5], experts_of(2, first=3), [first])
+    response = joined(7, [first, last])
+    assert np.array_equal(response.routes[:, 1:], experts_of(5)[:, 1:])
+    assert "return_routed_experts" not in generate_payload(REQUEST, [], "r.")
+
+
+def test_a_call_that_was_cut_off_leaves_its_experts_to_the_next():
+    request = replace(REQUEST, routes_from=0)
+    cut_off = parse_answer(answer([1, 2], "abort"), request, (), VOCAB_SIZE, VersionRange("", 2, 2), sizes=SIZES)
+    assert "routed_experts_start_len" not in generate_payload(request, [cut_off], "r.")
+    assert len(joined(7, [cut_off, routed(request, [3, 5], experts_of(5), [cut_off])]).routes) == 5
+
+
+@pytest.mark.parametrize("fault", ["few", "outside", "twice", "none", "garbled"])
+def test_experts_that_no_tokens_can_have_gone_through_are_refused(fault):
+    chosen = experts_of(5)
+    chosen[3, 2] = {"outside": [0, 4], "twice": [1, 1]}.get(fault, chosen[3, 2])
+    given = {"few": chosen[1:], "none": None}.get(fault, chosen)
+    encoded = "=" if fault == "garbled" else given if given is None else base64.b64encode(given.tobytes()).decode()
+    body = answer([1, 2, 3, 5], routed_experts=encoded)
+    with pytest.raises(MalformedAnswer) as caught:
+        parse_answer(body, replace(REQUEST, routes_from=0), (), VOCAB_SIZE, VersionRange("", 2, 2), sizes=SIZES)
+    assert caught.value.fault == ("malformed" if fault == "garbled" else "routes")
+
+
+def test_an_answer_has_room_for_the_experts_of_a_whole_response():
+    request = replace(REQUEST, routes_from=0)
+    assert SIZES.num_bytes(request) >= len(base64.b64encode(experts_of(5).tobytes()))
+    assert SIZES.num_bytes(REQUEST) == 0
 
 
 def test_every_start_of_a_run_has_a_readable_name_of_its_own():
