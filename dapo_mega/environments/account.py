@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.config.environment import InTurns
-from dapo_mega.environments.base import Environment, Generate, Progress
+from dapo_mega.environments.base import Environment, Generate, Progress, TrajectoryFailure
 from dapo_mega.rewards.processes import CallError
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, Trajectory
 
@@ -59,6 +59,11 @@ class InTurnsEnvironment(Environment):
         except GenerationFailure:
             became = "failed"
             raise
+        except CallError as error:
+            self._note_failure(error)
+            became, begun = "failed", progress.begun
+            failed = replace(begun.trajectory, stop="failed") if begun else None
+            raise TrajectoryFailure(request.request_id, str(error), failed) from None
         except MisuseError as error:
             raise self._own.unusable(error) from None
         finally:
@@ -82,7 +87,7 @@ class InTurnsEnvironment(Environment):
     async def _run(
         self, prompt: Prompt, request: GenerationRequest, generate: Generate, progress: Progress
     ) -> Trajectory:
-        """See `run`."""
+        """As `run`. Raises CallError where its environment failed once too often."""
 
     def note_differing(self, error: DiffersError) -> None:
         """Count a trajectory that begins anew."""
@@ -90,7 +95,7 @@ class InTurnsEnvironment(Environment):
         if self._counts.events["differing"] == 1:
             logger.warning("environment: %s: a trajectory begins anew: %s", self._own.title, error)
 
-    def note_failure(self, error: CallError) -> None:
+    def _note_failure(self, error: CallError) -> None:
         """Count a trajectory that failed by its environment. Raises InputError if there are too many."""
         events = self._counts.events
         events["environment_failed"] += 1

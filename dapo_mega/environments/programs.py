@@ -15,14 +15,13 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from dapo_mega.config.environment import ProgramEnvironment
 from dapo_mega.distributed.event_loops import result_of
 from dapo_mega.environments.account import DiffersError, InTurnsEnvironment
-from dapo_mega.environments.base import Begun, Generate, Progress, TrajectoryFailure
+from dapo_mega.environments.base import Begun, Generate, Progress
 from dapo_mega.environments.endpoint import Endpoint, Wording
 from dapo_mega.environments.sessions import Ended, Session
 from dapo_mega.environments.turns import seed_of_group, task_of
@@ -69,15 +68,11 @@ class Programs(InTurnsEnvironment):
                 except DiffersError as error:
                     self.note_differing(error)
                     progress.begun = None
-                except CallError as error:
-                    if retries:
-                        retries -= 1
-                        self._counts.events["retries"] += 1
-                        continue
-                    begun = progress.begun
-                    self.note_failure(error)
-                    failed = replace(begun.trajectory, stop="failed") if begun else None
-                    raise TrajectoryFailure(request.request_id, str(error), failed) from None
+                except CallError:
+                    if not retries:
+                        raise
+                    retries -= 1
+                    self._counts.events["retries"] += 1
 
     async def _played(
         self, task: str, seed: int, request: GenerationRequest, generate: Generate, progress: Progress

@@ -42,15 +42,28 @@ def folder(python, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def players(python, folder):
+    """The recipe's players, who play as long as the command that they run reads."""
+    command = [python, RECIPE / "players.py", folder, "sh", "-c", "echo $VERIFIERS_PLAYERS; read _"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process, pytest.MonkeyPatch.context() as patch:
+        try:
+            patch.setenv("VERIFIERS_PLAYERS", process.stdout.readline().strip())
+            yield
+        finally:
+            process.communicate("\n", timeout=60)
+    assert process.returncode == 0
+
+
 @pytest.fixture
-def games(python, folder):
+def games(players):
     """`games(max_new_tokens, **keys)` makes programs of the recipe, each a game; also their request."""
     made = []
 
     def make(max_new_tokens=4000, **keys):
         keys = {"max_turns": 32, "max_turn_tokens": 1, "max_failed_share": 1, "retries": 0, **keys}
-        command = shlex.join([python, "play.py", str(folder)])
-        made.append(programs(command, RECIPE, is_chat=False, **keys))
+        made.append(programs("python -S play.py", RECIPE, is_chat=False, **keys))
         return made[-1], request_of(PROMPT, max_new_tokens)
 
     yield make
@@ -100,7 +113,7 @@ def test_a_player_that_is_killed_in_its_game_is_no_reward(games, folder):
         response = await say(request)
         if len(asked) % 2 == 0:
             for process in psutil.Process().children(recursive=True):
-                if process.cmdline()[1:2] == ["play.py"]:
+                if process.cmdline()[2:3] == ["play.py"]:
                     killed.append(process.pid)
                     os.kill(process.pid, signal.SIGKILL)
         return response

@@ -4,14 +4,18 @@ Qwen3's renderer with a token for each letter that can be guessed and for each l
 import importlib.resources
 import re
 import string
+from itertools import islice
 
 import nltk
-from play import environment, folder
+from players import NUM_TASKS, environment, folder
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-(folder / "train.jsonl").write_text("".join(f'{{"prompt": "game {i}", "seed": {i}}}\n' for i in range(64)))
+numbers = iter(range(sum(NUM_TASKS.values())))
+for part, size in NUM_TASKS.items():
+    rows = [f'{{"prompt": "game {i}", "seed": {i}}}\n' for i in islice(numbers, size)]
+    (folder / f"{part}.jsonl").write_text("".join(rows))
 try:
     nltk.data.find("corpora/words/en-basic")
 except LookupError:
