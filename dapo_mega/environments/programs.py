@@ -72,13 +72,13 @@ class Programs(InTurnsEnvironment):
                     if not retries:
                         raise
                     retries -= 1
-                    self._counts.events["retries"] += 1
+                    self._counts["retries"] += 1
 
     async def _played(
         self, task: str, seed: int, request: GenerationRequest, generate: Generate, progress: Progress
     ) -> Trajectory:
         begun = progress.begun.trajectory if progress.begun else None
-        self._counts.events["replays"] += begun is not None
+        self._counts["replays"] += begun is not None
         program = _Program(self._own, self._shared, Session(request, self._own, begun), task, seed)
         session, loop = program.session, self._shared.endpoint.loop
         self._shared.start(program)
@@ -86,8 +86,8 @@ class Programs(InTurnsEnvironment):
             while True:
                 begin = time.monotonic()
                 event = await result_of(lambda: asyncio.run_coroutine_threadsafe(session.events.get(), loop))
-                self._counts.events["calls"] += 1
-                self._counts.call_s += time.monotonic() - begin
+                self._counts["calls"] += 1
+                self._counts["call_s"] += time.monotonic() - begin
                 if isinstance(event, DiffersError):
                     raise event
                 if session.so_far and not session.num_to_repeat:

@@ -205,10 +205,10 @@ class _Life:
                 if not self.retries:
                     raise
                 self.retries -= 1
-                self._counts().events["retries"] += 1
+                self._counts()["retries"] += 1
             finally:
-                self._counts().events["calls"] += 1
-                self._counts().call_s += time.monotonic() - begin
+                self._counts()["calls"] += 1
+                self._counts()["call_s"] += time.monotonic() - begin
         self.observations.append(returned)
         self.snapshot = snapshot
         return observation
@@ -217,7 +217,7 @@ class _Life:
         if self._live:
             return self._live
         live = self._live = await self._pool.open()
-        self._counts().events["replays"] += bool(self.observations)
+        self._counts()["replays"] += bool(self.observations)
         if self.snapshot:
             await live.restore(self.snapshot)
             return live

@@ -5,7 +5,6 @@ DAPO_MEGA_VERIFIERS names the python of an environment with `verifiers[ta]`, mad
 import asyncio
 import json
 import os
-import shlex
 import signal
 import subprocess
 
@@ -38,7 +37,7 @@ def python():
 def folder(python, tmp_path_factory):
     """What the recipe prepares."""
     folder = tmp_path_factory.mktemp("verifiers")
-    subprocess.run([python, RECIPE / "prepare.py", folder], check=True, timeout=180, capture_output=True)
+    subprocess.run([python, RECIPE / "prepare.py", folder], check=True, timeout=300, capture_output=True)
     return folder
 
 
@@ -128,7 +127,7 @@ def test_a_player_that_is_killed_in_its_game_is_no_reward(games, folder):
     assert (metrics["environment/trajectories_failed"], metrics["environment/retries"]) == (1, 1)
 
 
-def test_a_run_trains_on_its_games(python, folder):
+def test_a_run_trains_on_its_games(players, folder):
     prepare.main(["init-model", "--output", str(folder / "model"), "--tokenizer", str(folder / "tokenizer"),
                   "--hidden-size", "64", "--layers", "2", "--max-positions", "8192"])  # fmt: skip
     changes = {
@@ -136,7 +135,7 @@ def test_a_run_trains_on_its_games(python, folder):
         "num_steps": 2,
         "model.path": folder / "model",
         "data.train.path": folder / "train.jsonl",
-        "environment.command": shlex.join([python, "play.py", str(folder)]),
+        "data.evaluation": "null",
         "batch.groups_per_step": 1,
         "batch.group_size": 3,
     }
