@@ -11,6 +11,8 @@ import hashlib
 import hmac
 import json
 import logging
+import re
+import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -44,7 +46,7 @@ _ROLES: Final = {"user": "user", "tool": "tool", "system": "system", "developer"
 _MAX_BODY_BYTES: Final = 2**26
 _MOST_ANSWERS: Final = 64
 _MOST_DIALOGUES: Final = 256
-_PIECE: Final = 12
+_PIECES: Final = re.compile(".{1,12}", re.DOTALL)
 _START_LIMIT_S: Final = 30.0
 
 Answer = dict[str, Any]
@@ -377,9 +379,9 @@ def _calls(given: Any, where: str) -> list[Any]:
 def _answer(kind: str, body: Mapping[str, Any], choice: dict[str, Any], turn: Recorded) -> Answer:
     num_sampled = turn.end - turn.start
     usage = {"prompt_tokens": turn.start, "completion_tokens": num_sampled, "total_tokens": turn.end}
-    number = hashlib.sha256(f"{turn.response.request_id} {turn.start} {id(turn)}".encode()).hexdigest()[:24]
-    head = {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time()), "model": body.get("model") or ""}
-    return {**head, "choices": [{"index": 0, "logprobs": None, **choice}], "usage": usage}
+    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
+    choices = [{"index": 0, "logprobs": None, **choice}]
+    return {**head, "model": body.get("model") or "", "choices": choices, "usage": usage}
 
 
 def _chunks(answer: Answer, has_usage: bool) -> list[Answer]:
@@ -388,16 +390,12 @@ def _chunks(answer: Answer, has_usage: bool) -> list[Answer]:
     message = choice["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     for key in ("reasoning_content", "content"):
-        text = message.get(key) or ""
-        deltas += [{key: text[i : i + _PIECE]} for i in range(0, len(text), _PIECE)]
+        deltas += [{key: piece} for piece in _PIECES.findall(message.get(key) or "")]
     for index, call in enumerate(message.get("tool_calls", [])):
         function = call["function"]
         deltas.append({"tool_calls": [{**call, "index": index, "function": {**function, "arguments": ""}}]})
-        text = function["arguments"]
-        deltas += [
-            {"tool_calls": [{"index": index, "function": {"arguments": text[i : i + _PIECE]}}]}
-            for i in range(0, len(text), _PIECE)
-        ]
+        pieces = _PIECES.findall(function["arguments"])
+        deltas += [{"tool_calls": [{"index": index, "function": {"arguments": piece}}]} for piece in pieces]
     head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     chunks = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     chunks.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})

@@ -15,14 +15,13 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from dapo_mega.config.environment import ProgramEnvironment
 from dapo_mega.distributed.event_loops import result_of
 from dapo_mega.environments.account import DiffersError, InTurnsEnvironment
-from dapo_mega.environments.base import Begun, Generate, Progress, TrajectoryFailure
+from dapo_mega.environments.base import Begun, Generate, Progress
 from dapo_mega.environments.endpoint import Endpoint, Wording
 from dapo_mega.environments.sessions import Ended, Session
 from dapo_mega.environments.turns import seed_of_group, task_of
@@ -69,21 +68,17 @@ class Programs(InTurnsEnvironment):
                 except DiffersError as error:
                     self.note_differing(error)
                     progress.begun = None
-                except CallError as error:
-                    if retries:
-                        retries -= 1
-                        self._counts.events["retries"] += 1
-                        continue
-                    begun = progress.begun
-                    self.note_failure(error)
-                    failed = replace(begun.trajectory, stop="failed") if begun else None
-                    raise TrajectoryFailure(request.request_id, str(error), failed) from None
+                except CallError:
+                    if not retries:
+                        raise
+                    retries -= 1
+                    self._counts["retries"] += 1
 
     async def _played(
         self, task: str, seed: int, request: GenerationRequest, generate: Generate, progress: Progress
     ) -> Trajectory:
         begun = progress.begun.trajectory if progress.begun else None
-        self._counts.events["replays"] += begun is not None
+        self._counts["replays"] += begun is not None
         program = _Program(self._own, self._shared, Session(request, self._own, begun), task, seed)
         session, loop = program.session, self._shared.endpoint.loop
         self._shared.start(program)
@@ -91,8 +86,8 @@ class Programs(InTurnsEnvironment):
             while True:
                 begin = time.monotonic()
                 event = await result_of(lambda: asyncio.run_coroutine_threadsafe(session.events.get(), loop))
-                self._counts.events["calls"] += 1
-                self._counts.call_s += time.monotonic() - begin
+                self._counts["calls"] += 1
+                self._counts["call_s"] += time.monotonic() - begin
                 if isinstance(event, DiffersError):
                     raise event
                 if session.so_far and not session.num_to_repeat:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +19,7 @@ import numpy as np
 
 from dapo_mega.config.environment import OwnEnvironment
 from dapo_mega.environments.account import Counts, DiffersError, InTurnsEnvironment
-from dapo_mega.environments.base import Begun, Generate, Progress, TrajectoryFailure
+from dapo_mega.environments.base import Begun, Generate, Progress
 from dapo_mega.environments.dialogues import Dialogue
 from dapo_mega.environments.observations import Observation, read_observation
 from dapo_mega.environments.pool import EnvironmentPool, LiveEnvironment
@@ -79,11 +78,6 @@ class Turns(InTurnsEnvironment):
             except DiffersError as error:
                 self.note_differing(error)
                 progress.begun, retries = None, life.retries
-            except CallError as error:
-                begun = progress.begun
-                failed = replace(begun.trajectory, stop="failed") if begun else None
-                self.note_failure(error)
-                raise TrajectoryFailure(request.request_id, str(error), failed) from None
             finally:
                 life.close()
 
@@ -146,7 +140,9 @@ class Turns(InTurnsEnvironment):
             except InputError as error:
                 if not before:
                     raise
-                self._note_unwritten(error)
+                if not self._is_warned:
+                    logger.warning("environment: %s: trajectories end with stop=parse: %s", self._own.title, error)
+                self._is_warned = True
                 return "parse"
             if not ids:
                 raise InputError(f"{self._own.title} returned rewrite=True without any text; give text or messages")
@@ -159,11 +155,6 @@ class Turns(InTurnsEnvironment):
         else:
             pieces.last.append(ids)
         return ""
-
-    def _note_unwritten(self, error: InputError) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            logger.warning("environment: %s: a trajectory ends with stop=parse; said once: %s", self._own.title, error)
 
     def _history(self, pieces: Pieces, prompt: Prompt, observations: Sequence[Any]) -> list[Mapping[str, Any]]:
         """The conversation up to the last of these observations, or up to the turn behind it."""
@@ -214,10 +205,10 @@ class _Life:
                 if not self.retries:
                     raise
                 self.retries -= 1
-                self._counts().events["retries"] += 1
+                self._counts()["retries"] += 1
             finally:
-                self._counts().events["calls"] += 1
-                self._counts().call_s += time.monotonic() - begin
+                self._counts()["calls"] += 1
+                self._counts()["call_s"] += time.monotonic() - begin
         self.observations.append(returned)
         self.snapshot = snapshot
         return observation
@@ -226,7 +217,7 @@ class _Life:
         if self._live:
             return self._live
         live = self._live = await self._pool.open()
-        self._counts().events["replays"] += bool(self.observations)
+        self._counts()["replays"] += bool(self.observations)
         if self.snapshot:
             await live.restore(self.snapshot)
             return live

@@ -5,7 +5,6 @@ DAPO_MEGA_VERIFIERS names the python of an environment with `verifiers[ta]`, mad
 import asyncio
 import json
 import os
-import shlex
 import signal
 import subprocess
 
@@ -38,19 +37,32 @@ def python():
 def folder(python, tmp_path_factory):
     """What the recipe prepares."""
     folder = tmp_path_factory.mktemp("verifiers")
-    subprocess.run([python, RECIPE / "prepare.py", folder], check=True, timeout=180, capture_output=True)
+    subprocess.run([python, RECIPE / "prepare.py", folder], check=True, timeout=300, capture_output=True)
     return folder
 
 
+@pytest.fixture(scope="module")
+def players(python, folder):
+    """The recipe's players, who play as long as the command that they run reads."""
+    command = [python, RECIPE / "players.py", folder, "sh", "-c", "echo $VERIFIERS_PLAYERS; read _"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process, pytest.MonkeyPatch.context() as patch:
+        try:
+            patch.setenv("VERIFIERS_PLAYERS", process.stdout.readline().strip())
+            yield
+        finally:
+            process.communicate("\n", timeout=60)
+    assert process.returncode == 0
+
+
 @pytest.fixture
-def games(python, folder):
+def games(players):
     """`games(max_new_tokens, **keys)` makes programs of the recipe, each a game; also their request."""
     made = []
 
     def make(max_new_tokens=4000, **keys):
         keys = {"max_turns": 32, "max_turn_tokens": 1, "max_failed_share": 1, "retries": 0, **keys}
-        command = shlex.join([python, "play.py", str(folder)])
-        made.append(programs(command, RECIPE, is_chat=False, **keys))
+        made.append(programs("python -S play.py", RECIPE, is_chat=False, **keys))
         return made[-1], request_of(PROMPT, max_new_tokens)
 
     yield make
@@ -100,7 +112,7 @@ def test_a_player_that_is_killed_in_its_game_is_no_reward(games, folder):
         response = await say(request)
         if len(asked) % 2 == 0:
             for process in psutil.Process().children(recursive=True):
-                if process.cmdline()[1:2] == ["play.py"]:
+                if process.cmdline()[2:3] == ["play.py"]:
                     killed.append(process.pid)
                     os.kill(process.pid, signal.SIGKILL)
         return response
@@ -115,7 +127,7 @@ def test_a_player_that_is_killed_in_its_game_is_no_reward(games, folder):
     assert (metrics["environment/trajectories_failed"], metrics["environment/retries"]) == (1, 1)
 
 
-def test_a_run_trains_on_its_games(python, folder):
+def test_a_run_trains_on_its_games(players, folder):
     prepare.main(["init-model", "--output", str(folder / "model"), "--tokenizer", str(folder / "tokenizer"),
                   "--hidden-size", "64", "--layers", "2", "--max-positions", "8192"])  # fmt: skip
     changes = {
@@ -123,7 +135,7 @@ def test_a_run_trains_on_its_games(python, folder):
         "num_steps": 2,
         "model.path": folder / "model",
         "data.train.path": folder / "train.jsonl",
-        "environment.command": shlex.join([python, "play.py", str(folder)]),
+        "data.evaluation": "null",
         "batch.groups_per_step": 1,
         "batch.group_size": 3,
     }

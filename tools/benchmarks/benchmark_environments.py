@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -43,12 +44,14 @@ _PROMPT_TOKENS = 100
 @dataclass(frozen=True)
 class _Cost:
     """CPU in milliseconds per turn and memory in KB per open trajectory, each of this process and of the others;
-    `wall` over what the sleeps take, and the slowest ordinary trajectory over the median one."""
+    `wall` over what the sleeps take, the slowest ordinary trajectory over the median one, and the longest wait for an
+    observation over the median one."""
 
     cpu_ms: tuple[float, float]
     memory_kb: tuple[float, float]
     wall: float
     slowest: float
+    longest: float
 
 
 class _InThread:
@@ -128,14 +131,22 @@ async def _measured(turns: Turns, options: argparse.Namespace) -> _Cost:
     """What the trajectories cost."""
     rows = options.turns * (options.turn_tokens + options.observation_tokens)
     walls: list[float] = []
+    waits: defaultdict[float, list[float]] = defaultdict(list)
     engine = _Engine()
 
     async def play(number: int, call_s: float) -> None:
         fields = {"call_s": call_s, "text": "o" * options.observation_tokens}
         prompt = Prompt(number, "?", np.full(_PROMPT_TOKENS, 50, np.int32), "", fields=fields)
         request = GenerationRequest(number, prompt.token_ids, number, SamplingParams(max_new_tokens=rows))
-        begin = time.monotonic()
-        await turns.run(prompt, request, engine.generate, Progress())
+        begin = since = time.monotonic()
+
+        def generate(request: GenerationRequest) -> Generation:
+            nonlocal since
+            since, before = time.monotonic(), since
+            waits[call_s].append(since - before)
+            return engine.generate(request)
+
+        await turns.run(prompt, request, generate, Progress())
         walls.append(time.monotonic() - begin)
 
     await asyncio.gather(*(play(number, 0.0) for number in range(options.workers)))
@@ -157,6 +168,7 @@ async def _measured(turns: Turns, options: argparse.Namespace) -> _Cost:
         (used[0] / 1e3 / num_open, used[1] / 1e3 / num_open),
         wall / (options.turns * options.call_s),
         max(walls) / statistics.median(walls),
+        max(waits[options.call_s]) / statistics.median(waits[options.call_s]),
     )
 
 
@@ -190,8 +202,8 @@ def run(options: argparse.Namespace) -> list[str]:
         f"turn, {options.workers} processes, medians of {options.rounds}",
         f"the trainer's CPU with processes over that with threads: {statistics.median(ratios):.2f}",
         "| environments | CPU of a turn, trainer, ms | others, ms | memory of a trajectory, trainer, KB | others, KB "
-        "| wall over sleeps | slowest over median |",
-        "|---|---|---|---|---|---|---|",
+        "| wall over sleeps | slowest over median | longest wait over median |",
+        "|---|---|---|---|---|---|---|---|",
         *(f"| {name} | {_row(rounds)} |" for name, rounds in costs.items()),
     ]
 
@@ -203,7 +215,7 @@ def _row(rounds: Sequence[_Cost]) -> str:
 
     columns = [f"{median('cpu_ms', side):.2f}" for side in range(2)]
     columns += [f"{median('memory_kb', side):.0f}" for side in range(2)]
-    return " | ".join([*columns, f"{median('wall'):.1f}", f"{median('slowest'):.2f}"])
+    return " | ".join([*columns, f"{median('wall'):.1f}", f"{median('slowest'):.2f}", f"{median('longest'):.1f}"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
