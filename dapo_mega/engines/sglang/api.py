@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-<<<<<<< HEAD
-import struct
-=======
 import math
->>>>>>> wt-gated
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
