@@ -217,10 +217,15 @@ def unfit(request: GenerationRequest, vocab_size: int) -> str:
     tokens = request.prompt_token_ids
     if not len(tokens):
         return "its prompt is empty"
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
+    if _is_outside(tokens, vocab_size):
         outside = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         return f"its prompt has token id {outside}, and the model's are 0 to {vocab_size - 1}"
     return ""
+
+
+def _is_outside(token_ids: TokenIds, vocab_size: int) -> bool:
+    """Whether one of them is no id of the vocabulary. Read without a sign, negative numbers are the largest."""
+    return bool(len(token_ids)) and int(token_ids.view(np.uint32).max()) >= vocab_size
 
 
 def _fields(body: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -237,7 +242,7 @@ def _token_ids(output_ids: list[Any], vocab_size: int) -> TokenIds:
         raise MalformedAnswer("malformed", "its output_ids are not whole numbers")
     try:
         token_ids = np.frombuffer(bytearray(struct.pack(f"{len(output_ids)}i", *output_ids)), np.int32)
-        is_outside = bool(output_ids) and not (token_ids.min() >= 0 and token_ids.max() < vocab_size)
+        is_outside = _is_outside(token_ids, vocab_size)
     except struct.error:  # Beyond int32.
         is_outside = True
     if is_outside:
