@@ -98,7 +98,7 @@ def test_a_game_is_one_trajectory_of_the_tokens_that_were_sampled(games, folder)
 
 def test_a_game_that_outgrows_the_run_is_no_failure(games, folder):
     generate, asked = scripted(*guesses(folder, "ETAOIN"))
-    found = play(*games(330), generate)
+    found = play(*games(80), generate)
     assert_exact(found, PROMPT, asked)
     assert found.stop == "context"
     assert 0 < len(found.turns) < 6
@@ -136,6 +136,8 @@ def test_a_run_trains_on_its_games(players, folder):
         "model.path": folder / "model",
         "data.train.path": folder / "train.jsonl",
         "data.evaluation": "null",
+        "evaluation.at_start": "false",
+        "evaluation.at_end": "false",
         "batch.groups_per_step": 1,
         "batch.group_size": 3,
     }
