@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dapo_mega.engines.sglang.api import RouteSizes
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient, EngineTimeout
 from dapo_mega.types import GenerationFailure, GenerationRequest, Response, SamplingParams
@@ -51,6 +52,23 @@ CAUSE_OF_FAULT = {
 
 def engines(count, **settings):
     return [ScriptedEngine(VOCAB_SIZE, **settings) for _ in range(count)]
+
+
+def test_an_answer_without_the_experts_that_were_asked_for_is_no_answer():
+    async def body():
+        (engine,) = engines(1)
+        sizes = RouteSizes(num_layers=2, layers=(0, 1), per_token=1, experts=4)
+        async with fleet_of(engine, route_sizes=sizes, max_attempts=2) as fleet:
+            unrouted, routed = make_request([5, 6]), replace(make_request([5, 7]), routes_from=0)
+            answer, failure = await fleet.ask(unrouted, routed)
+            metrics = fleet.dispatcher.pop_metrics()
+        assert_exact(answer, unrouted)
+        assert isinstance(failure, GenerationFailure)
+        assert "which experts its tokens went through" in failure.reason
+        assert metrics["rollout/failed_calls_routes"] == metrics["rollout/failed_calls"] == 2
+        assert [payload.get("return_routed_experts", False) for payload in engine.payloads].count(True) == 2
+
+    within_deadline(body)
 
 
 def prompts_of(engine):
