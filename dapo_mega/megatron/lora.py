@@ -85,8 +85,9 @@ class Lora:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(is_trained(name))
-            if config.recompute_granularity and isinstance(embedding := getattr(chunk, "embedding", None), Module):
-                # Megatron repeats the passes only of layers whose inputs have a gradient.
+            if isinstance(embedding := getattr(chunk, "embedding", None), Module):
+                # Megatron repeats the passes only of layers whose inputs have a gradient, and gives stages without
+                # layers one to pass on.
                 embedding.register_forward_hook(with_gradient)
         everything = named_parameters(chunks, layout, processes)
         self.parameters = {name: value for name, value in everything.items() if is_trained(name)}

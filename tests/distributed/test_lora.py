@@ -35,6 +35,13 @@ DENSE = {
         "tp2": {"parallel": {"tensor": 2}},
         "tp2_sp_recompute": {"parallel": SP, "compute": FULL},
         "vpp2x2": {"parallel": {**VPP, "pipeline_layout": [0, 3, 1, 0]}, "save_after": 2},
+        "output_alone": {"parallel": {"pipeline": 2, "pipeline_layout": [4, 0]}, "save_after": 1},
+        "embedding_alone": {
+            "parallel": {"pipeline": 2, "pipeline_layout": [0, 4]},
+            "resume": "output_alone",
+            "save_after": 2,
+        },
+        "tp2_from_embedding_alone": {"parallel": {"tensor": 2}, "resume": "embedding_alone"},
         "cp2": {"parallel": {"context": 2}},
         "dp2_overlap": {"compute": OVERLAP},
         "tp2_sp_from_vpp2x2": {"parallel": SP, "resume": "vpp2x2", "save_after": 3},

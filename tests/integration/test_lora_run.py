@@ -79,10 +79,6 @@ def test_what_a_run_cannot_do_is_said_before_it_begins(runs):
     arguments = ("--config", folder / "config.yaml", f"output_dir={folder / 'refused'}")
     for given, said in (
         (("lora.targets=[wrong]",), "lora.targets: 'wrong' is no linear layer of qwen2"),
-        (
-            ("lora.rank=4", "parallel.pipeline=2", "parallel.pipeline_layout=[0,4]"),
-            "parallel.pipeline_layout=[0, 4] has a stage without layers",
-        ),
         (("lora.rank=4", f"lora.path={whole / 'adapter'}"), "set lora.alpha=8.0"),
     ):
         for more in ((), ("--dry-run",)):

@@ -28,6 +28,7 @@ from dapo_mega.megatron.core.repairs.optimizer_checkpoints import (
     allocate_adam_state,
     keep_adam_step,
     keep_bucket_padding,
+    share_adam_step,
 )
 from dapo_mega.megatron.core.repairs.restricted_loading import checked_layer_states, load_restricted
 
@@ -106,6 +107,7 @@ def sharded_parameter(
 def sharded_optimizer(optimizer: Any, chunks: Mapping[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
     """The state of the optimizer of these sharded chunks, to be saved or, if `is_loading`, filled. Collective."""
     allocate_adam_state(optimizer)
+    share_adam_step(optimizer)
     if is_loading:
         keep_adam_step(optimizer)
     keep_bucket_padding(optimizer)

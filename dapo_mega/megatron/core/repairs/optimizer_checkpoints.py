@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from dapo_mega.distributed import accelerator
 
 
 def allocate_adam_state(optimizer: Any) -> None:
@@ -24,6 +27,24 @@ def allocate_adam_state(optimizer: Any) -> None:
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
+
+
+def share_adam_step(optimizer: Any) -> None:
+    """Give the step count to optimizers without parameters, as of LoRA in pipeline stages without layers: Megatron
+    reads it from the first process's when saving, and fails where it finds none. Collective. Can go when it takes the
+    count from optimizers that have parameters."""
+    inner = [part.optimizer for part in optimizer.chained_optimizers]
+    counts = [float(state["step"]) for each in inner for state in each.state.values() if "step" in state]
+    counts += [float(group.get("step", 0)) for each in inner for group in each.param_groups]
+    step = torch.tensor(max(counts, default=0.0), device=accelerator.device())
+    dist.all_reduce(step, dist.ReduceOp.MAX)
+    for each in inner:
+        if any(group["params"] for group in each.param_groups):
+            continue
+        if _is_torch_adam(each):
+            each.state["no parameter"] = {"step": step.cpu()}
+        for group in each.param_groups:
+            group["step"] = int(step)
 
 
 def keep_adam_step(optimizer: Any) -> None:
