@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from dapo_mega.config import RunConfig, load_config
 from dapo_mega.evaluation.held_out import evaluate_checkpoint
 from dapo_mega.metrics import read_metrics
 from dapo_mega.metrics.timeline.file import FILE_NAME, read_timeline
-from tests.distributed.launching import REPOSITORY, start_workers, wait_for
+from tests.distributed.launching import REPOSITORY, run_script, start_workers, wait_for
 
 from .runs import TRAIN, decisive, finish, kill_when, prepare, read_status, run_that_starts_again, start, steps_done
 
@@ -249,12 +248,9 @@ def test_a_run_that_has_lost_its_checkpoints_keeps_its_records(task, uninterrupt
         for manifest in output.glob("checkpoints/*/manifest.json"):
             (manifest.parent / "loop.npz").write_bytes(b"")
     records = {path: path.read_bytes() for path in output.rglob("*") if path.suffix in (".jsonl", ".parquet")}
-    refused = subprocess.run(
-        [sys.executable, str(TRAIN), "--config", str(config), f"output_dir={output}"],
-        capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
-    assert refused.returncode == 2, refused.stderr[-3000:]
-    (error,) = (line for line in refused.stderr.splitlines() if line.startswith("error:"))
+    status, printed = run_script(TRAIN, ["--config", config, f"output_dir={output}"])
+    assert status == 2, printed[-3000:]
+    (error,) = (line for line in printed.splitlines() if line.startswith("error:"))
     assert "step_00000006" in error
     assert str(output / "last_checkpoint") in error
     assert {path: path.read_bytes() for path in records} == records
