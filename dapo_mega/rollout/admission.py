@@ -1,4 +1,4 @@
-"""How many prompts to submit: plain functions of counts, for all schedules.
+"""How many prompts to submit, and what is too old or not to be had: plain functions of counts, for all schedules.
 
 Algorithm 1 of DAPO (arXiv 2503.14476) samples rounds of prompts until a step has its N groups. What that means for
 requests is the schedule:
@@ -9,6 +9,9 @@ requests is the schedule:
 - asynchronous: as many as this step and the next ones can use before the weights that sampled them are too old, also
   while the trainer trains. Where no token may be older than the weights, nothing can be sampled ahead, and the schedule
   is the synchronous one.
+
+Which engine has a place for a request is `engines/sglang/dispatcher.py`'s to say. `collector.py` states who waits for
+whom.
 
 Invariants: a step submits at most `max_generation_rounds` rounds of prompts; groups that are in flight and kept suffice
 for so many steps as may use them, with a chance of 0.1 % that one of them is kept in vain.
@@ -72,6 +75,14 @@ class Admission:
     def is_round_running(self, in_flight: int) -> bool:
         """Whether a step must wait, though it has its groups, as a round is answered as a whole."""
         return self.schedule == "synchronous" and in_flight > 0
+
+    def oldest_version(self, version: int) -> int:
+        """The oldest weights whose tokens the step that starts from weights of `version` may train on."""
+        return version - self.max_staleness
+
+    def is_starved(self, counts: Counts) -> bool:
+        """Whether a step that lacks groups, and has just submitted what it may, waits in vain."""
+        return counts.in_flight == 0
 
     def while_a_step_waits(self, counts: Counts, first_round: int, version: int) -> int:
         """Prompts to submit in the step that starts from weights of `version`."""
