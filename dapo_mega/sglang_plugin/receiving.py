@@ -396,19 +396,23 @@ class ChangedWeights:
     """The changed values since the last update, as tensors that write only these values into parameters."""
 
     def __init__(self, group: EngineGroup, device: str, specs: Sequence[WeightSpec]) -> None:
-        """Receive both chunks. `is_broken` is set if they do not come, which the first iteration raises."""
+        """Receive both chunks. Iteration raises RuntimeError if they do not come, or are said to be larger than these
+        tensors' changes can be."""
         self._specs = specs
         self._changes: list[Change] = []
         self._writes: list[Written] = []
         self._failure: RuntimeError | None = None
+        length = torch.empty(1, dtype=torch.int64, device=device)
         try:
-            self._changes = list(unpack_changes(_received_changes(group, device, specs), specs))
+            group.broadcast(length.view(torch.uint8), 0).wait()
+            num_bytes, most = int(length), most_packed_bytes(specs)
+            if not 0 <= num_bytes <= most:
+                raise RuntimeError(f"{num_bytes} bytes of changes are said to come, and there can be {most}")
+            packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            group.broadcast(packed, 0).wait()
+            self._changes = list(unpack_changes(packed, specs))
         except RuntimeError as error:
             self._failure = error
-
-    @property
-    def is_broken(self) -> bool:
-        return self._failure is not None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         if self._failure:
@@ -442,15 +446,3 @@ class ChangedWeights:
             for name in names
         ]
         return sorted(missing) + differing
-
-
-def _received_changes(group: EngineGroup, device: str, specs: Sequence[WeightSpec]) -> Tensor:
-    """The packed changes [bytes] uint8. Raises RuntimeError for more than there can be of these tensors."""
-    length = torch.empty(1, dtype=torch.int64, device=device)
-    group.broadcast(length.view(torch.uint8), 0).wait()
-    num_bytes, most = int(length), most_packed_bytes(specs)
-    if not 0 <= num_bytes <= most:
-        raise RuntimeError(f"{num_bytes} bytes of changes are said to come, and there can be {most}")
-    packed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    group.broadcast(packed, 0).wait()
-    return packed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,6 @@ from dapo_mega.cli import is_rank_zero, print_once
 from dapo_mega.config import RunConfig
 from dapo_mega.distributed.links import follow
 from dapo_mega.distributed.processes import world_size_from_environment
-from dapo_mega.engines.sglang.event_loop import collect_rarely
 from dapo_mega.errors import FleetError, InputError, StarvedError, StopRequested
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.planning.plan import describe_run
@@ -165,7 +165,8 @@ def command_run(
         if newest:
             run.progress.message(f"resuming {folder} after step {start_step}")
         trainer.begin()
-        collect_rarely()
+        gc.collect()
+        gc.freeze()  # What is there now need not be looked at again by every collection.
         _train_and_export(run)
         status.finished()
 

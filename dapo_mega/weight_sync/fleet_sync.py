@@ -84,7 +84,6 @@ class FleetWeightSync(WeightSync):
         )
 
     def push_to_outdated(self, version: int) -> dict[str, float]:
-        """`push` to the engines that joined or came back since the last one; the others keep generating."""
         return self._push(version, only_outdated=True)
 
     def reopen(self) -> None:

@@ -129,7 +129,7 @@ def run_case(case):
 def check_stage_buckets(gatherer, bucket_bytes, expected, processes):
     """What rank 0 finds over all processes: names by bucket, and whether data are where they should be and right."""
     transfers = watch_transfers(gatherer)
-    own = {parameter.untyped_storage().data_ptr() for parameter in gatherer._parameters.values()}
+    own = {parameter.untyped_storage().data_ptr() for _, parameter, _ in gatherer._held.values()}
     # Closed early, by all processes after the same bucket.
     first_specs = next(gatherer.weights(bucket_bytes, "stage_leaders", (0,))).specs
     described, data, sizes, num_own, most_alive = [], {}, [], 0, 0

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -37,7 +38,6 @@ from update_calls import UpdateCost, measure_updates
 from dapo_mega.engines.sglang.api import generate_payload
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import EngineClient
-from dapo_mega.engines.sglang.event_loop import collect_rarely
 from dapo_mega.engines.sglang.versions import WeightVersion
 from dapo_mega.environments.base import SINGLE_TURN, Generate, Progress, SingleTurn
 from dapo_mega.errors import InputError
@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.url:
         lines = asyncio.run(_compare(options))
     else:
-        collect_rarely()  # As a run does.
+        gc.collect()
+        gc.freeze()  # As a run does.
         lines = _report_crowd(asyncio.run(measure_crowd(options.requests)))
         lines += ["", *_report_turns(options.turns, options.rounds)]
         lines += ["", *_report_updates(measure_updates(options.engines, options.buckets, _BUCKET_TENSORS, _UPDATES))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -17,15 +16,6 @@ T = TypeVar("T")
 
 _STOP_TIMEOUT_S = 10.0
 _MEANWHILE_S = 0.5
-_NEW_OBJECTS = 20_000  # Python's default is 700; an answer has a list for each of its tokens, and none in a cycle.
-
-
-def collect_rarely() -> None:
-    """Look for cyclic garbage only after many new objects, and never again among those that there are now: that took a
-    fifth of the time of a turn."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_NEW_OBJECTS)
 
 
 def report_fault(task: asyncio.Task[None]) -> None:
