@@ -98,9 +98,9 @@ def test_a_game_is_one_trajectory_of_the_tokens_that_were_sampled(games, folder)
 
 def test_a_game_that_outgrows_the_run_is_no_failure(games, folder):
     generate, asked = scripted(*guesses(folder, "ETAOIN"))
-    found = play(*games(80), generate)
+    found = play(*games(81), generate)
     assert_exact(found, PROMPT, asked)
-    assert found.stop == "context"
+    assert found.stop in ("context", "tokens")  # Where a turn ends at the limit itself.
     assert 0 < len(found.turns) < 6
 
 

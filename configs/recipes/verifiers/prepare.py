@@ -1,6 +1,5 @@
 """Makes, with verifiers, what run.yaml needs: numbers of tasks, words to guess where NLTK has none, and a tokenizer for
-Qwen3's renderer with a token for each letter that can be guessed, each cell
-of the board and each line of the rules."""
+Qwen3's renderer with a token for each letter that can be guessed, each cell of the board and each line of the rules."""
 
 import importlib.resources
 import re
