@@ -29,7 +29,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
     group_with,
 )
 from dapo_mega.sglang_plugin.coverage import Differences, LoadTrace
-from dapo_mega.sglang_plugin.cpu_adapters import allow_adapters
+from dapo_mega.sglang_plugin.cpu_adapters import allow_adapters, allow_routes
 from dapo_mega.sglang_plugin.cpu_determinism import offer_determinism
 from dapo_mega.sglang_plugin.joining import join_within_limit
 from dapo_mega.sglang_plugin.receiving import ArrivingWeights, ChangedWeights
@@ -73,6 +73,7 @@ def register() -> None:
         try:
             offer_determinism()
             allow_adapters()
+            allow_routes()
         except (ImportError, AttributeError) as error:
             logger.warning("this version of SGLang cannot do all on a CPU that it could (0.5.23 is tested): %s", error)
     HookRegistry.register(f"{_UPDATER}.init_custom_process_group", join_within_limit, HookType.AROUND)
