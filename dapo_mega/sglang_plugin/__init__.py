@@ -26,7 +26,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
     PROTOCOL_FIELD,
     limit_of_group,
 )
-from dapo_mega.sglang_plugin.cpu_adapters import allow_adapters
+from dapo_mega.sglang_plugin.cpu_adapters import allow_adapters, allow_routes
 from dapo_mega.sglang_plugin.cpu_determinism import offer_determinism
 from dapo_mega.sglang_plugin.receiving import Differences, everywhere, load_weights, receive_weights, trace_of
 
@@ -56,6 +56,7 @@ def register() -> None:
         try:
             offer_determinism()
             allow_adapters()
+            allow_routes()
         except (ImportError, AttributeError) as error:
             logger.warning("this version of SGLang cannot do all on a CPU that it could (0.5.23 is tested): %s", error)
     HookRegistry.register(f"{_UPDATER}.init_custom_process_group", join_within_limit, HookType.AROUND)

@@ -1,4 +1,4 @@
-"""LoRA on engines on CPUs: SGLang 0.5.23 puts small tensors of adapters into pinned memory, which only GPUs have.
+"""LoRA and the experts of tokens on engines on CPUs: SGLang 0.5.23 puts them into pinned memory, which only GPUs have.
 
 Remove it when SGLang asks whether there is such memory.
 """
@@ -31,3 +31,10 @@ def allow_adapters() -> None:
     for name in _MODULES:
         importlib.import_module(name).torch = _WithoutPinning("torch")  # type: ignore[attr-defined]
     Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
+
+
+def allow_routes() -> None:
+    """Let SGLang keep the experts of tokens without pinned memory. Raises ImportError where SGLang is another one."""
+    functions = importlib.import_module("sglang.srt.mem_cache.pool_host.common").ALLOC_MEMORY_FUNCS
+    allocate = functions["cpu"]
+    functions["cpu"] = lambda *sizes, pin_memory=False, **settings: allocate(*sizes, pin_memory=False, **settings)
