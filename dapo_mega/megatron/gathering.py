@@ -199,7 +199,7 @@ class WeightGatherer:
     def _mine(self, placed: tuple[PlacedTensor, ...]) -> Tensor:
         mine, shard = self._held(placed)
         # FP8 parameters refuse the views that full tensors are merged of, and consumers do not know their type.
-        return shard.dequantize() if is_fp8(shard) else self._merged_shard(mine, shard)
+        return self._merged_shard(mine, shard.dequantize() if is_fp8(shard) else shard)
 
     def weights(
         self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None
