@@ -41,10 +41,10 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
-        if self.lora and self.compute.fp8.enabled:
+        if self.lora and self.compute.fp8.scaling == "delayed":
             raise ValueError(
-                f"lora with compute.fp8.scaling={self.compute.fp8.scaling} is not supported yet; set "
-                f"compute.fp8.scaling=none, or remove the section lora"
+                "lora with compute.fp8.scaling=delayed is not supported yet: checkpoints of adapters hold no scales of "
+                "earlier updates; set compute.fp8.scaling=tensorwise or blockwise"
             )
         if self.lora and self.compute.moe.router_bias_update_rate > 0:
             raise ValueError(

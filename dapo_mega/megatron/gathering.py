@@ -201,7 +201,7 @@ class WeightGatherer:
     def _mine(self, placed: tuple[PlacedTensor, ...]) -> Tensor:
         mine, shard, has_fp8 = self._held[placed]
         # FP8 parameters refuse the views that full tensors are merged of, and consumers do not know their type.
-        return shard.dequantize() if has_fp8 else self._merged_shard(mine, shard)
+        return self._merged_shard(mine, shard.dequantize() if has_fp8 else shard)
 
     def weights(
         self, bucket_bytes: int, to: Receivers = "leaders", replicas: Collection[int] | None = None

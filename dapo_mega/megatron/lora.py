@@ -85,6 +85,8 @@ class Lora:
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(is_trained(name))
+                if not parameter.requires_grad and hasattr(parameter, "clear_high_precision_init_val"):
+                    parameter.clear_high_precision_init_val()  # Transformer Engine's, for an optimizer's weights.
             if isinstance(embedding := getattr(chunk, "embedding", None), Module):
                 # Megatron repeats the passes only of layers whose inputs have a gradient, and gives stages without
                 # layers one to pass on.

@@ -51,7 +51,7 @@ def _data_parallel(workload: Workload) -> list[Traffic]:
         ("expert DP", spread, placement.expert_shards),
     ):
         sent = config.batch.updates_per_step * (shards - 1) / shards
-        weights = held.parameters * gatherings * (0.5 if compute.fp8.params else 1.0)
+        weights = held.parameters * gatherings * (0.5 if compute.fp8.params and not config.lora else 1.0)
         traffic += [
             Traffic(
                 f"gradient reduce-scatter ({name})", held.gradients * sent, stage_size, compute.overlap_grad_reduce

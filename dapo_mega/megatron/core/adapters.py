@@ -54,14 +54,16 @@ class Adapter(Module):
             expert_tensor_group() if self._is_expert else parallel_state.get_tensor_model_parallel_group()
         )
         for name in self._names:
-            self._add(name, weight.new_empty(lora.rank, columns), weight, is_cut=self._is_row)
-        self._add("B", weight.new_empty(rows, lora.rank), weight, is_cut=self._is_cut and not self._is_row)
+            self._add(name, (lora.rank, columns), weight, config, is_cut=self._is_row)
+        self._add("B", (rows, lora.rank), weight, config, is_cut=self._is_cut and not self._is_row)
         # [out, targets]: which A each row of B is multiplied with. None: with the only one.
         chosen = part_of_row.to(weight.device)[:, None] == torch.tensor(adapted.parts, device=weight.device)
-        self.register_buffer("_chosen", None if chosen.all() else chosen.to(weight.dtype), persistent=False)
+        self.register_buffer("_chosen", None if chosen.all() else chosen.to(config.params_dtype), persistent=False)
 
-    def _add(self, name: str, values: Tensor, weight: Tensor, *, is_cut: bool) -> None:
-        parameter: Any = torch.nn.Parameter(values)
+    def _add(
+        self, name: str, shape: tuple[int, int], weight: Tensor, config: TransformerConfig, *, is_cut: bool
+    ) -> None:
+        parameter: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=weight.device))
         # Megatron's marks: of which data-parallel group it is, whether the gradients of its copies are of different
         # tokens and so to be summed, and (norms count what is tensor-parallel and not shared) which copy counts.
         parameter.allreduce = getattr(weight, "allreduce", True)

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from dapo_mega.config import LoraConfig
 from tests.distributed.test_lora import make_adapter
 from tests.distributed.three_updates import learnt, relative_error, three_updates
 from tests.distributed.tiny import save_random
+
+from .test_layouts import BF16, DEVICE_SIZES
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -41,3 +44,31 @@ def test_adapters_learn_beside_transformer_engine_what_they_learn_beside_local_l
         assert frozen
         assert all(torch.equal(got["after"][weight], got["before"][weight]) for weight in frozen)
         assert relative_error(learnt(got), learnt(expected)) < 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("scaling", "params"),
+    [
+        pytest.param("tensorwise", False, marks=pytest.mark.whole_table),
+        pytest.param("blockwise", False, marks=pytest.mark.whole_table),
+        ("blockwise", True),
+    ],
+)
+def test_adapters_learn_beside_fp8_layers_within_their_precision_and_resume_to_the_bit(tmp_path, scaling, params):
+    model, lora = save_random(Qwen2Config(**DEVICE_SIZES), tmp_path / "model", scale=0.03), {"rank": 4, "alpha": 8.0}
+    lora["path"] = str(make_adapter(tmp_path / "adapter", model, LoraConfig(**lora)))
+    fp8 = {**BF16, "lora": lora, "budget": 512, "compute": {"fp8": {"scaling": scaling, "params": params}}}
+    cases = {
+        "local": {"lora": lora, "budget": 512, "layers": "local"},
+        "whole": {**fp8, "save_after": 2},
+        "resumed": {**fp8, "resume": "whole"},
+    }
+    local, whole, resumed = three_updates(1, cases, dict.fromkeys(cases, model), tmp_path).values()
+    for mine, expected in zip(whole["metrics"], local["metrics"], strict=True):
+        assert mine["policy/loss"] == pytest.approx(expected["policy/loss"], rel=0.08, abs=1e-3)
+        assert mine["policy/grad_norm"] == pytest.approx(expected["policy/grad_norm"], rel=0.12)
+    assert relative_error(whole["after"], local["after"]) < (0.04 if params else 0.005)
+    changed = {name.split(".")[-2] for name, change in learnt(whole).items() if bool(change.any())}
+    assert changed == {f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert resumed["metrics"] == whole["metrics"][2:]
+    assert all(torch.equal(resumed["after"][key], tensor) for key, tensor in whole["after"].items())
