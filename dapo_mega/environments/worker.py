@@ -29,8 +29,8 @@ from dapo_mega.rewards.worker import limit_memory
 
 _MAX_DETAIL_CHARACTERS: Final = 20_000
 _MAX_DEPTH: Final = 100
-_STACK_BYTES: Final = 2**22
-"""Enough for calls of Python through C as deep as Python allows; it is not counted as memory."""
+_STACK_BYTES: Final = 2**23
+"""Enough for calls of Python through C as deep as Python allows (3.13: 5 MiB); it is not counted as memory."""
 _M_ARENA_MAX: Final = -8
 
 _Call = tuple[int, str, tuple[Any, ...]]

@@ -191,6 +191,6 @@ def test_stacks_do_not_count_as_memory_and_coroutines_find_descriptors(pool):
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
     try:
-        assert asyncio.run(measured()) == (2 * 2**22, 2 * 2**22, hard)
+        assert asyncio.run(measured()) == (2 * 2**23, 2 * 2**23, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
