@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -86,18 +86,18 @@ def _forkserver() -> ForkServerContext:
     return context
 
 
-def _become(variables: dict[str, str], log: str) -> None:
-    """Give this process these environment variables, and its output to a file."""
-    with open(log, "wb") as file:
+def _become(variables: dict[str, str], log: str, errors: str | None = None) -> None:
+    """Give this process these environment variables, and its output to a file, its errors perhaps to another."""
+    with open(log, "wb") as file, open(errors, "wb") if errors else nullcontext(file) as other:
         os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+        os.dup2(other.fileno(), 2)
     os.environ.clear()
     os.environ.update(variables)
 
 
-def _run(variables: dict[str, str], log: str, script: str, arguments: list[str]) -> None:
+def _run(variables: dict[str, str], log: str, script: str, arguments: list[str], errors: str | None = None) -> None:
     """What `python script *arguments` does."""
-    _become(variables, log)
+    _become(variables, log, errors)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
@@ -145,13 +145,16 @@ def start_workers(script: Path, world_size: int, arguments: Sequence[str], log_d
     return _start(_run, world_size, log_dir, str(script), list(arguments))
 
 
-def run_script(script: Path, arguments: Sequence[object], timeout_s: float = 240) -> tuple[int | None, str]:
-    """Exit status of `python script *arguments` outside of any group, and what it printed, errors included."""
+def run_script(
+    script: Path, arguments: Sequence[object], timeout_s: float = 240, errors: Path | None = None
+) -> tuple[int | None, str]:
+    """Exit status of `python script *arguments` outside of any group, and what it printed, errors included unless they
+    get a file of their own."""
     with tempfile.TemporaryDirectory() as name:
         log = Path(name) / "log"
         variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         given = ({**variables, **_SETTINGS}, str(log), str(script), list(map(str, arguments)))
-        process = _forkserver().Process(target=_run, args=given)
+        process = _forkserver().Process(target=_run, args=(*given, str(errors) if errors else None))
         process.start()
         (status,) = wait_for([process], timeout_s)
         return status, log.read_text()

@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import shutil
+from itertools import chain
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -358,17 +359,19 @@ class Resumes:
             self.outputs[overrides, file] = output
         return self.outputs[overrides, file]
 
-    def resumed(self, overrides, file=None, *, has_step=True):
-        """What is seen of a run that continues: its settings in use, its prompts, an evaluation, the next step."""
+    def resumed(self, overrides, file=None, *, has_step=True, until=None):
+        """What is seen of a run that continues: its settings in use, its prompts, an evaluation, the next step; no more
+        than `until` the part that shows this."""
         seen, run = {"error": ""}, None
         with heard() as seen["warnings"]:
             try:
                 config = self.config(overrides, file)
                 run = build_run(config, 1)
                 loop.restore(run, run.trainer.load(run.trainer.store.latest()))
-                seen |= beginning(run)
-                if has_step:
-                    step(run, seen)
+                for part in chain([beginning(run)], step(run) if has_step else []):
+                    seen |= part
+                    if until in part:
+                        break
             except (InputError, FleetError, StarvedError) as error:
                 seen["error"] = str(error)
             finally:
@@ -428,8 +431,8 @@ def records_samples(run):
     return recorder is not None
 
 
-def step(run, seen):
-    """Send the weights, evaluate, and make a step."""
+def step(run):
+    """Sends the weights, evaluates, and makes a step: what is seen of each part, under names of its own."""
     buckets, rows = [], []
     with pytest.MonkeyPatch.context() as patch:
         policy, make_batch = run.trainer.policy, engine.RowBatch
@@ -437,17 +440,18 @@ def step(run, seen):
         patch.setattr(policy, "weights", lambda size: (buckets.append(1) or bucket for bucket in weights(size)))
         patch.setattr(engine, "RowBatch", lambda given, model: rows.append(len(given)) or make_batch(given, model))
         loop.send_weights(run)
-        seen |= loop.evaluate(run)
+        yield {"buckets": len(buckets), **loop.evaluate(run)}
         groups, collected = loop.collect(run)
-    seen |= {"buckets": len(buckets), "most_rows": max(rows), "asked": [group.prompt.index for group in groups]}
+    yield {**collected, "most_rows": max(rows), "asked": [group.prompt.index for group in groups]}
     stats = run.trainer.take(samples_of_groups(groups, run.config, run.step))
     measured, scored = loop.score_groups(run.trainer, run.config, groups, run.step)
-    seen |= {**collected, **scored, **loop.check_mismatch(run, measured), **loop.packing_metrics(stats)}
+    seen = {**scored, **loop.check_mismatch(run, measured), **loop.packing_metrics(stats)}
+    yield seen
     updated = loop.update(run, run.entropy.current())
-    seen |= {"updates": len(updated.updates), **updated.metrics}
+    seen = {**seen, "updates": len(updated.updates), **updated.metrics}
     loop.adapt_entropy_bonus(run.entropy, run.config, seen)
     seen["next_entropy_bonus"] = run.entropy.current()
-    seen["weights"] = [float(t.double().sum()) for bucket in policy.weights(1 << 24) for _, t in bucket]
+    yield {**seen, "weights": [float(t.double().sum()) for bucket in policy.weights(1 << 24) for _, t in bucket]}
 
 
 @pytest.fixture(scope="module")
@@ -477,7 +481,7 @@ def test_each_changed_key_changes_the_rest_of_the_run(resumes):
         settings = (*context, resumes.saved(context))
         before = resumes.resumed(settings)
         for key, (value, name) in changes.items():
-            after = resumes.resumed((*settings, assigned(key, value)))
+            after = resumes.resumed((*settings, assigned(key, value)), until=name)
             if before.get(name) == after.get(name) or (after["error"] and name != "error"):
                 lost.append((key, name, before["error"], after["error"]))
     assert not lost, "\n".join(map(str, lost))
