@@ -4,7 +4,9 @@ import json
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -202,7 +204,9 @@ def test_engines_are_kept_as_busy_as_asked_when_most_groups_are_of_no_use(genera
     assert account.trained.keys() | held == {number for number in in_time if number % 3 == 0}
 
 
-def test_a_restart_loses_nothing_that_had_arrived():
+@pytest.mark.parametrize("saved_before", [False, True], ids=["saved now", "saved before there were trajectories"])
+def test_a_restart_loses_nothing_that_had_arrived(saved_before):
+    """The file is the state at the same moment as commit 1d49d90 saved it."""
     engine, subject = after_a_step()
     had_arrived = [*range(8 * SIZE, 9 * SIZE), 9 * SIZE]
     for request_id in had_arrived:
@@ -211,11 +215,19 @@ def test_a_restart_loses_nothing_that_had_arrived():
     again = ScriptedEngine(every_other)
     again.version = 1
     resumed = collector(again, run_of(12))
-    resumed.load_state(json.loads(json.dumps(values)), arrays)
-    assert json.dumps(resumed.state()[0]) == json.dumps(values)
+    if saved_before:
+        with np.load(Path(__file__).parent / "before_trajectories.npz") as file:
+            resumed.load_state(json.loads(str(file["values"])), file)
+    else:
+        resumed.load_state(json.loads(json.dumps(values)), arrays)
+        assert json.dumps(resumed.state()[0]) == json.dumps(values)
     groups, metrics = resumed.collect(1)
     assert [group.trajectories[0].id // SIZE for group in groups] == list(range(8, 16))
     assert not set(had_arrived) & set(again.submitted)
+    for member in (member for group in groups for member in group.trajectories):
+        assert len(member.token_ids) == 3 + member.id % 14
+        drawn = np.random.default_rng(member.id).random(len(member.token_ids), dtype=np.float32)
+        assert np.array_equal(member.logprobs, -drawn)
     # What was under way is made anew with the current weights, so it is as young as they are.
     assert [group.weight_version for group in groups] == [0, 0] + [1] * 6
     assert metrics["rollout/groups_expired_in_flight"] == 0
