@@ -61,6 +61,10 @@ class Evaluator:
         """The requests of an evaluation, those of a prompt one after the other."""
         return [request for _, request in self._asked]
 
+    def prompted(self, requests: Sequence[GenerationRequest]) -> list[tuple[Prompt, GenerationRequest]]:
+        """Some of `requests`, each with its prompt."""
+        return [(self._prompts[self._numbering.index_of(request.request_id)], request) for request in requests]
+
     def score(self, trajectories: Sequence[Trajectory]) -> list[EvaluatedResponse]:
         """Answers to any of `requests`, scored, with their prompts, in the order given."""
         asked = [(self._prompts[self._numbering.index_of(trajectory.id)], trajectory) for trajectory in trajectories]

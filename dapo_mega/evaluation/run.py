@@ -165,7 +165,8 @@ def _answered(task: _Task, part_size: int, tokenizer: Any, model: Path, sampler:
                     next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
                     print_once(f"{task.name}: {done} of {total} responses")
 
-            asked.run(ask_in_parts(asked.generate, missing.items(), keep, asked.most_open))
+            parts = ((part, evaluator.prompted(requests)) for part, requests in missing.items())
+            asked.run(ask_in_parts(asked.generate, parts, keep, asked.most_open))
         store.finish(task.settings)
     return store.file
 

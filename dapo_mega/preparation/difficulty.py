@@ -195,7 +195,7 @@ def _measure(
         rollout, ends = config.rollout, stop_tokens(Path(config.model.path), tokenizer)
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens, ends)
         numbering = Numbering(DIFFICULTY_IDS, samples, config.seed, sampling)
-        parts = ((n, [r for p in batch for r in numbering.of(p.index, p)]) for n, batch in enumerate(todo))
+        parts = ((n, [(p, r) for p in batch for r in numbering.of(p.index, p)]) for n, batch in enumerate(todo))
         failures: dict[int, str] = {}
         reported = time.monotonic()
 

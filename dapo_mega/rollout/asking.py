@@ -1,4 +1,4 @@
-"""How everybody but training asks for k responses per prompt: the numbers of requests, and asking them in parts."""
+"""How requests are numbered and seeded, and how everybody but training asks for k responses per prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from dapo_mega.distributed.event_loops import beside
-from dapo_mega.environments.base import Environment, Generate, Progress
+from dapo_mega.environments.base import SINGLE_TURN, Environment, Generate, Progress
 from dapo_mega.types import GenerationFailure, GenerationRequest, Prompt, SamplingParams, Trajectory
 
 # Apart from training's, which begin at 0, so that no response is drawn with the random numbers of another purpose.
@@ -19,10 +19,17 @@ DIFFICULTY_IDS: Final = 1 << 61
 Rollout = Trajectory | GenerationFailure
 
 
+def numbered(
+    number: int, prompt: Prompt, seed: int, sampling: SamplingParams, routes_from: int | None = None
+) -> GenerationRequest:
+    """The request with this id. The id and the run's `seed` alone decide its own, so responses do not depend on
+    timing, and those who ask the same prompts again get the same random numbers."""
+    return GenerationRequest(number, prompt.token_ids, (seed << 64) | number, sampling, routes_from=routes_from)
+
+
 @dataclass(frozen=True)
 class Numbering:
-    """`k` requests per prompt. Their ids follow one another from `first_id` on; the ids and the run's seed alone decide
-    their seeds, so those who ask the same prompts again get the same random numbers."""
+    """`k` requests per prompt. Their ids follow one another from `first_id` on."""
 
     first_id: int
     k: int
@@ -32,10 +39,7 @@ class Numbering:
     def of(self, index: int, prompt: Prompt) -> list[GenerationRequest]:
         """The requests of the prompt with this index."""
         first = self.first_id + index * self.k
-        return [
-            GenerationRequest(number, prompt.token_ids, (self.seed << 64) | number, self.sampling)
-            for number in range(first, first + self.k)
-        ]
+        return [numbered(number, prompt, self.seed, self.sampling) for number in range(first, first + self.k)]
 
     def index_of(self, request_id: int) -> int:
         """The index of the prompt that was asked."""
@@ -61,19 +65,16 @@ async def roll_out(
 
 async def ask_in_parts(
     generate: Generate,
-    parts: Iterable[tuple[int, Sequence[GenerationRequest]]],
+    parts: Iterable[tuple[int, Sequence[tuple[Prompt, GenerationRequest]]]],
     use: Callable[[int, list[Rollout]], None],
     most_open: int,
 ) -> None:
-    """Ask numbered parts of requests, each for a single answer. `use` gets a part's number and what `roll_out` gives
-    when all of it is there: beside the event loop, one part at a time.
+    """Ask numbered parts of requests of prompts, each for a single answer. `use` gets a part's number and what
+    `roll_out` gives when all of it is there: beside the event loop, one part at a time.
 
     As there may be millions, the next part is asked, as a whole, when fewer than `most_open` requests are open and no
     part is in use. What `use` raises is raised, and gives the open requests up.
     """
-
-    async def answer(request: GenerationRequest) -> Trajectory:
-        return Trajectory.of(await generate(request))
 
     waiting = iter(parts)
     open_ones: dict[asyncio.Task[Rollout], tuple[int, list[asyncio.Task[Rollout]]]] = {}
@@ -81,8 +82,9 @@ async def ask_in_parts(
     try:
         while True:
             while len(open_ones) < most_open and (part := next(waiting, None)):
-                number, requests = part
-                tasks = [asyncio.create_task(_or_failure(answer(request))) for request in requests]
+                number, asked = part
+                runs = [SINGLE_TURN.run(prompt, request, generate, Progress()) for prompt, request in asked]
+                tasks = [asyncio.create_task(_or_failure(run)) for run in runs]
                 for task in tasks:
                     open_ones[task] = number, tasks
                     task.add_done_callback(ended.put_nowait)

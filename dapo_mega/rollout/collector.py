@@ -34,6 +34,7 @@ from dapo_mega.errors import InputError, StarvedError
 from dapo_mega.metrics import Histogram
 from dapo_mega.metrics.timeline import Activity
 from dapo_mega.rollout.admission import Admission, Counts
+from dapo_mega.rollout.asking import numbered
 from dapo_mega.rollout.buffer import GroupBuffer
 from dapo_mega.rollout.collected import RolloutStats, group_metrics, scoring_metrics
 from dapo_mega.rollout.group_state import Arrays, pack_groups, settings_of_groups, unpack_groups
@@ -419,12 +420,9 @@ class Collector:
         requests = []
         for position, request_id in enumerate(request_ids):
             is_greedy = self._has_greedy and position == len(request_ids) - 1
-            # The seed depends only on the run's seed and the request id, so responses do not depend on timing.
-            seed = (self._config.seed << 64) | request_id
             sampling = self._greedy_sampling if is_greedy else self._sampling
             routes_from = 0 if self._config.rollout.routing_replay and not is_greedy else None
-            request = GenerationRequest(request_id, prompt.token_ids, seed, sampling, routes_from=routes_from)
-            requests.append(request)
+            requests.append(numbered(request_id, prompt, self._config.seed, sampling, routes_from))
         return requests
 
     def _observe(self, group: Group) -> None:

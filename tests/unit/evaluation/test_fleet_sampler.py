@@ -57,7 +57,8 @@ def sampler(model, urls, key=KEY, wait_limit_s=120):
 
 
 def ask(asking, parts, use=lambda number, answers: None):
-    asking.run(ask_in_parts(asking.generate, parts, use, asking.most_open))
+    prompted = ((number, [(None, request) for request in requests]) for number, requests in parts)
+    asking.run(ask_in_parts(asking.generate, prompted, use, asking.most_open))
 
 
 def asked(engine):

@@ -41,7 +41,8 @@ class Counting(ScriptedEngine):
 
 
 def ask(engine, asked, most_open, use):
-    engine.run(ask_in_parts(engine.generate, asked, use, most_open))
+    prompted = ((number, [(None, request) for request in requests]) for number, requests in asked)
+    engine.run(ask_in_parts(engine.generate, prompted, use, most_open))
 
 
 @pytest.mark.parametrize(("num_prompts", "most_open"), [(1, 1), (1, 7), (3, 7), (3, 10), (1, 99)])
