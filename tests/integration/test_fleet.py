@@ -307,8 +307,8 @@ def test_all_turns_agree_with_the_trainer_behind_prefixes_that_engines_keep(tmp_
     values["reward"] = {"components": [{"kind": "environment"}]}
     generate, kept = EngineClient.generate, {}
 
-    async def noted(client, payload, timeout_s):
-        answer = await generate(client, payload, timeout_s)
+    async def noted(client, payload, *limits):
+        answer = await generate(client, payload, *limits)
         kept[np.array(payload["input_ids"], np.int32).tobytes()] = answer["meta_info"]["cached_tokens"]
         return answer
 
