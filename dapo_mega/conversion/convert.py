@@ -123,8 +123,9 @@ def open_checkpoint(path: Path, model: Path | None = None, *, is_critic: bool = 
             f"{path} holds no config.json; give a folder that has one with --model, such as the run's model"
         )
     stored = open_critic(path) if is_critic else open_any(path, companions)
-    if isinstance(stored.source, MegatronCheckpoint) and model and stored.family.has_mtp_layers and not is_critic:
-        stored.source.mtp = stored.source.mtp or mtp_source(model)
+    given = model if model and any(model.glob("*.safetensors")) else None
+    if given and isinstance(stored.source, MegatronCheckpoint) and stored.family.has_mtp_layers and not is_critic:
+        stored.source.mtp = stored.source.mtp or mtp_source(given)
     check_source(stored.source, stored.family, stored.arch)
     return Checkpoint(stored.source, companions, stored.family, stored.arch, stored.config)
 

@@ -57,6 +57,14 @@ EXPERTS = {
     },
     4: {"tp2_ep2_expert_tp2": {"parallel": {**SP, "expert": 2, "expert_tensor": 2}}},
 }
+# Megatron's optimizer of all else than experts has no parameters.
+EXPERTS_ALONE = {
+    2: {
+        "one": {},
+        "ep2": {"parallel": {"expert": 2}, "save_after": 1},
+        "ep2_from_ep2": {"parallel": {"expert": 2}, "resume": "ep2"},
+    }
+}
 # One key head, which two processes cut, and targets that leave out parts of layers.
 PARTS = {1: {"one": {}}, 2: {"tp2": {"parallel": {"tensor": 2}}, "tp2_sp": {"parallel": SP}}}
 # One tensor of q, k, v, and one of gate and up, that processes cut in parts.
@@ -82,6 +90,7 @@ DELTA = {
 SHARED = {1: {"one": {}}, 2: {"tp2_ep2": {"parallel": {**SP, "expert": 2}}}}
 TABLES = {
     **{"dense": DENSE, "experts": EXPERTS, "parts": PARTS, "fused": FUSED, "shared": SHARED, "latent": LATENT},
+    "experts_alone": EXPERTS_ALONE,
     **({"delta": DELTA} if has_delta() else {}),
 }
 DROPOUT = {
@@ -127,13 +136,17 @@ def results(tmp_path_factory):
     models = {
         "dense": partial(make_qwen3_model, attention_bias=True),
         "experts": make_moe_model,
+        "experts_alone": make_moe_model,
         "parts": partial(make_qwen3_model, num_key_value_heads=1),
         "fused": make_phi3_model,
         "shared": make_qwen2_moe_model,
         "latent": make_deepseek_v3_model,
         "delta": make_qwen3_5_model,
     }
-    targets = {"parts": {"targets": ("q_proj", "v_proj", "up_proj")}}
+    targets = {
+        "parts": {"targets": ("q_proj", "v_proj", "up_proj")},
+        "experts_alone": {"targets": ("gate_proj", "up_proj", "down_proj")},
+    }
     results = {
         kind: run_table(table, models[kind](folder / kind), folder / f"of_{kind}", **every, **targets.get(kind, {}))
         for kind, table in TABLES.items()

@@ -117,8 +117,8 @@ def sharded_optimizer(optimizer: Any, chunks: Mapping[str, Any], *, is_loading: 
 
 
 def num_optimizers(optimizer: Any) -> int:
-    """2 with expert parallelism, where experts have a separate one; otherwise 1."""
-    return len(optimizer.chained_optimizers)
+    """2 if experts have one of their own, as learning ones have with expert parallelism; otherwise 1."""
+    return 1 + any(group["is_expert_parallel"] for group in optimizer.param_groups)
 
 
 def without_fp8(content: dict[str, Any]) -> dict[str, Any]:

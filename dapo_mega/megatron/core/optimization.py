@@ -70,7 +70,10 @@ def make_optimizer(
         optimizer_offload_fraction=offload,
         overlap_cpu_optimizer_d2h_h2d=offload > 0,
     )
-    return get_megatron_optimizer(settings, chunks)
+    optimizer = get_megatron_optimizer(settings, chunks)
+    # With adapters of spread experts only, that of all else is none, which Megatron cannot save.
+    optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if part.optimizer]
+    return optimizer
 
 
 def load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:

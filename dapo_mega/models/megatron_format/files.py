@@ -9,6 +9,7 @@ lie.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import zipfile
@@ -48,6 +49,8 @@ from dapo_mega.models.megatron_format.pickles import (
     unreadable,
 )
 from dapo_mega.models.megatron_format.writing import VOCABULARY_FILE
+
+logger = logging.getLogger(__name__)
 
 OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 """The name of a piece of optimizer state, and the key of the parameter it belongs to."""
@@ -228,6 +231,11 @@ class MegatronCheckpoint:
             for placed, entry in entries.items():
                 if placed.layout is ShardRule.VOCAB and entry.key in self.files.tensors:
                     self._check_padding(entry.key)
+        # Megatron's own, of a model that it trained them with, in names and parts of Megatron's.
+        foreign = {key for key in self.files.tensors if family.has_mtp_layers and key.startswith("mtp.")}
+        if foreign:
+            self._known |= foreign
+            logger.warning("%s: its %d tensors of multi-token prediction are left out", path, len(foreign))
         self.mtp = None if is_critic else mtp_source(path)
         """What holds the layers of multi-token prediction, if there are any."""
         # A parameter that is made of several tensors is asked for once per tensor.

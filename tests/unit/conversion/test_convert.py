@@ -115,6 +115,21 @@ def test_layers_of_multi_token_prediction_come_back_bit_by_bit(tmp_path, name):
         open_checkpoint(tmp_path / "megatron")
 
 
+def test_layers_of_multi_token_prediction_in_megatrons_names_are_left_out(tmp_path, caplog):
+    """As Megatron-LM writes a model that it trained with them; a folder with config.json alone has none to give."""
+    model = FAMILY_MODELS["deepseek_v3"](tmp_path / "model")
+    to_megatron(open_checkpoint(model), tmp_path / "megatron", ParallelConfig(), SMALL)
+    metadata = FileSystemReader(tmp_path / "megatron").read_metadata()
+    stored = metadata.state_dict_metadata
+    stored["mtp.layers.0.eh_proj.weight"] = stored["decoder.final_layernorm.weight"]
+    (tmp_path / "megatron" / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "megatron" / "config.json").rename(tmp_path / "bare" / "config.json")
+    to_hf(open_checkpoint(tmp_path / "megatron", tmp_path / "bare"), tmp_path / "back", 1 << 30)
+    assert_same_weights(tmp_path / "back", model)
+    assert "its 1 tensors of multi-token prediction are left out" in caplog.text
+
+
 def test_bf16_bits_and_companions_survive(tmp_path):
     model = make_model(tmp_path / "model", tied=False, num_layers=2)
     in_bf16(model)
