@@ -75,7 +75,11 @@ class Rows:
         extend_spans(self._versions, versions, start)
         extend_spans(self._engines, response.engine_spans, start)
         if response.routes.size:
-            self._routes = np.concatenate([self._routes.reshape(-1, *response.routes.shape[1:]), response.routes])
+            # They end before the last token. A turn that is repeated may have been asked behind other rows.
+            missing = len(self.token_ids) - 1 - len(self._routes) - len(response.routes)
+            unknown = np.full((max(missing, 0), *response.routes.shape[1:]), -1, np.int16)
+            known = self._routes.reshape(-1, *response.routes.shape[1:])
+            self._routes = np.concatenate([known, unknown, response.routes[max(-missing, 0) :]])
         self.turns.append(Turn(start + length, response.finish_reason))
 
     def note(self, parts: Mapping[str, float]) -> None:
@@ -185,8 +189,8 @@ class Pieces:
 
 def _joined_routes(pieces: Sequence[Trajectory], num_before: int) -> Routes:
     """Those of pieces, behind so many tokens of a prompt that is before none of them."""
-    joined = np.concatenate([piece.routes for piece in pieces])
-    return np.pad(joined, ((num_before if joined.size else 0, 0), (0, 0), (0, 0)), constant_values=-1)
+    before = np.full((num_before, *pieces[0].routes.shape[1:]), -1, np.int16)
+    return np.concatenate([before, *(piece.routes for piece in pieces)])
 
 
 class RecordedTurn(NamedTuple):

@@ -158,6 +158,7 @@ class MegatronPolicy(TrainedModel, TokenScoring):
 
             return loss
 
+        replay_routes(map(unwrapped, self.chunks))  # Without what an update that failed has left.
         with_entropy = "entropy" in objective.needs or (scores is not None and score_entropy)
         update = self._step(batches, make_loss, partial(chosen_tokens, with_entropy=with_entropy), objective.sum_names)
         if scores is not None and not self.processes.is_last_stage:

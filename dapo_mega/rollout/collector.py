@@ -368,7 +368,8 @@ class Collector:
         self.sampler.load_state(values["collector"]["cursor"], arrays)
         self.next_request_id = int(values["collector"]["next_request_id"])
         self._latency.load_state(values.get("group_seconds", {}))  # Checkpoints of earlier versions lack it.
-        made_with = values["collector"].get("made_with", {})  # Checkpoints of earlier versions lack it.
+        made_with = values["collector"].get("made_with", {})  # Checkpoints of earlier versions lack it, or one of it.
+        made_with = {"sampling.routing_replay": False, **made_with}
         changed = [name for name, value in self._made_with.items() if made_with.get(name, value) != value]
         held = unpack_groups(values["buffer"], arrays, self.prompts, "buffer")
         found = unpack_groups(values["fed"], arrays, self.prompts, "fed") if "fed" in values else []

@@ -54,8 +54,7 @@ def train(run: TrainingRun) -> None:
     """
     begin(run)
     while run.step < run.config.num_steps:
-        groups, collected = collect_step(run)
-        learn(run, groups, collected)
+        learn(run, *collect_step(run))  # No name: the groups are gone before the next ones come.
     end(run)
 
 

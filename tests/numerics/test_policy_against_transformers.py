@@ -14,7 +14,7 @@ import dapo_mega
 from dapo_mega.batching import microbatch
 from dapo_mega.batching.samples import flatten, samples_to_score, single_turn
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
-from dapo_mega.config import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import AlgorithmConfig, ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.core.decoder import unwrapped
@@ -33,6 +33,7 @@ from tests.distributed.tiny import (
     make_model,
     make_samples,
     prompt_length,
+    with_routes,
 )
 from tests.numerics.closeness import assert_alike, on_this_device
 
@@ -50,7 +51,7 @@ def computed_by_these_layers(request):
         pytest.skip("Transformer Engine's layers refuse it, or attend with sinks by cuDNN alone, which is not emulated")
 
 
-def make_policy(path, processes, temperature=1.0, dtype="fp32"):
+def make_policy(path, processes, temperature=1.0, dtype="fp32", **compute):
     return MegatronPolicy(
         ModelConfig(path=str(path), dtype=dtype),
         ParallelConfig(),
@@ -59,6 +60,7 @@ def make_policy(path, processes, temperature=1.0, dtype="fp32"):
         temperature=temperature,
         updates_per_step=1,
         num_steps=4,
+        compute=ComputeConfig(**compute),
     )
 
 
@@ -232,6 +234,24 @@ def test_replayed_routes_give_the_log_probs_of_an_engine_that_routes_otherwise(c
     assert len({len(answer.token_ids) for answer in answers}) > 1
     assert (with_routes - sampled).abs().max() < 1e-5
     assert (without - sampled).abs().mean() > 0.01
+
+
+def test_an_update_behind_one_that_failed_replays_its_own_routes(checkpoints, processes):
+    """Recompute keeps the routes of a forward pass for a backward pass, which does not come."""
+
+    class Failing(SupervisedLoss):
+        def evaluate(self, scores, batch):
+            raise ValueError("failed behind the forward pass")
+
+    policy, other = (make_policy(checkpoints["qwen3_moe"], processes, recompute="full") for _ in range(2))
+    experts = policy.arch.experts
+    batches = [
+        TokenBatch(pack(with_routes(make_samples(3), policy.arch.num_layers, experts.number, experts.per_token, seed)))
+        for seed in range(2)
+    ]
+    with pytest.raises(ValueError, match="failed behind the forward pass"):
+        policy.update(batches[:1], Failing())
+    assert policy.update(batches[1:], SupervisedLoss()) == other.update(batches[1:], SupervisedLoss())
 
 
 def test_an_exported_checkpoint_loads_in_transformers_and_is_bit_equal(tmp_path, processes):

@@ -291,13 +291,13 @@ def _routes(encoded: Any, num_tokens: int, sizes: RouteSizes, *, is_cut_off: boo
     shape = (num_tokens, sizes.num_layers, sizes.per_token)
     if len(found) != math.prod(shape):
         raise MalformedAnswer("routes", f"it has {len(found)} experts where [tokens, layers, each] are {list(shape)}")
-    routes = np.full(shape, -1, np.int16)
-    layers = list(sizes.layers)
-    routes[:, layers] = found.reshape(shape)[:, layers]
-    ordered = np.sort(routes[:, layers], axis=-1)
+    chosen = found.reshape(shape)[:, list(sizes.layers)]
+    ordered = np.sort(chosen, axis=-1)
     is_outside = ordered.size and not (ordered.min() >= 0 and ordered.max() < sizes.experts)
     if is_outside or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise MalformedAnswer("routes", f"tokens did not go through {sizes.per_token} of {sizes.experts} experts in it")
+    routes = np.full(shape, -1, np.int16)
+    routes[:, list(sizes.layers)] = chosen
     return routes
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dapo_mega.environments.rows import Pieces
+from dapo_mega.environments.rows import Pieces, turns_of
 from dapo_mega.types import GenerationRequest, Response, SamplingParams
 
 NO_ROUTE = -1
@@ -36,6 +36,25 @@ def test_tokens_keep_the_experts_of_the_request_that_first_named_them(is_behind_
     again = Pieces(GenerationRequest(0, prompt, 0, SamplingParams(), routes_from=0), trajectory)
     assert np.array_equal(again.trajectory().routes, trajectory.routes)
     assert again.last.next_request(3, 9).routes_from == 2
+
+
+def test_turns_of_an_earlier_life_keep_their_experts_where_they_are_repeated_in_another_order():
+    """Two go on behind the first: the one that is asked for first in its piece, the other in a piece of its own."""
+    asked = GenerationRequest(0, np.zeros(2, np.int32), 0, SamplingParams(), routes_from=0)
+    pieces = Pieces(asked)
+    for turn, observed in enumerate(([], [1], [0, 0, 0, 0, 2])):
+        rows = pieces.last if turn == 1 else pieces.begin(observed, is_behind_row=not turn)
+        rows.append(observed if turn == 1 else [])
+        rows.add(answer(rows.next_request(turn, 9), turn, 2))
+    first, second, third = (turn.response for turn in turns_of(pieces.trajectory(), asked))
+    again = Pieces(asked)
+    rows = again.begin([], is_behind_row=True)
+    rows.add(first)
+    rows.append([2])
+    rows.add(third)
+    again.begin([0, 0, 0, 0, 1]).add(second)
+    routes = again.trajectory().routes.flatten().tolist()
+    assert routes == [0, 1, 2, 203, 204, 205, NO_ROUTE, *[NO_ROUTE] * 3, 103, 104, 105, NO_ROUTE]
 
 
 def test_without_experts_there_are_none():

@@ -201,6 +201,7 @@ def test_held_groups_that_changed_settings_would_not_make_are_left_out(caplog):
         "top_p": ({"rollout": {"top_p": 0.9}}, 0),
         "top_k": ({"rollout": {"top_k": 5}}, 0),
         "greedy baselines": ({"algorithm": REMAX}, 0),
+        "routes": ({"rollout": {"routing_replay": True}}, 0),
         **{f"reward.{name}": ({"reward": {name: value}}, 0) for name, value in OTHER_REWARDS.items()},
         "what changes no reward": ({"reward": {"num_workers": 1, "max_failed_share": 0.5}}, 2),
         "another filter": ({"algorithm": {"dynamic_sampling_on": {"kind": "score_threshold", "threshold": 2.0}}}, 0),
@@ -212,6 +213,11 @@ def test_held_groups_that_changed_settings_would_not_make_are_left_out(caplog):
         resumed.load_state(*state)
         assert len(resumed.buffer) == num_held, name
         assert [f"{2 - num_held} of the 2 groups" in message for message in caplog.messages] == [True] * (num_held < 2)
+    del state[0]["collector"]["made_with"]["sampling.routing_replay"]  # Earlier versions had no such key.
+    for replays, num_held in ((False, 2), (True, 0)):
+        resumed = collector(ScriptedEngine(every_other), config(rollout={"routing_replay": replays}))
+        resumed.load_state(*state)
+        assert len(resumed.buffer) == num_held
     resumed = collector(ScriptedEngine(every_other), config(batch={"group_size": 6}))
     resumed.load_state(*state)
     assert {len(group.trajectories) for group in resumed.collect(1)[0]} == {6}

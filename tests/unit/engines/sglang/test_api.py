@@ -289,10 +289,10 @@ def test_a_call_that_was_cut_off_leaves_its_experts_to_the_next():
     assert len(joined(7, [cut_off, routed(request, [3, 5], experts_of(5), [cut_off])]).routes) == 5
 
 
-@pytest.mark.parametrize("fault", ["few", "outside", "twice", "none", "garbled"])
+@pytest.mark.parametrize("fault", ["few", "outside", "beyond", "twice", "none", "garbled"])
 def test_experts_that_no_tokens_can_have_gone_through_are_refused(fault):
     chosen = experts_of(5)
-    chosen[3, 2] = {"outside": [0, 4], "twice": [1, 1]}.get(fault, chosen[3, 2])
+    chosen[3, 2] = {"outside": [0, 4], "beyond": [0, 2**16 + 1], "twice": [1, 1]}.get(fault, chosen[3, 2])
     given = {"few": chosen[1:], "none": None}.get(fault, chosen)
     encoded = "=" if fault == "garbled" else given if given is None else base64.b64encode(given.tobytes()).decode()
     body = answer([1, 2, 3, 5], routed_experts=encoded)
