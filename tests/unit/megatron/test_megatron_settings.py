@@ -38,6 +38,7 @@ class Made:
         for place, name, make in (
             (megatron_policy, "PolicyStage", self.stage),
             (value_model, "ValueStage", self.stage),
+            (megatron_policy, "replay_routes", lambda stages: None),
             (decoder, "Float16Module", lambda config, stage: stage),
             (optimization, "DistributedDataParallel", self.wrapped),
             (optimization, "get_megatron_optimizer", self.optimizer),
@@ -63,6 +64,7 @@ class Made:
     def optimizer(self, config, chunks):
         self.note("optimizer", fields(config))
         self.note("transformer", {"no_sync_func": self.config.no_sync_func})
+        return SimpleNamespace(chained_optimizers=[])
 
     def schedule(self, optimizer, **arguments):
         self.note("schedule", arguments)
@@ -126,6 +128,7 @@ def settings(monkeypatch):
             lora=None,
             algorithm=AlgorithmConfig(kl={"coefficient": 0.1}),
             uses_critic=True,
+            critic_lora=None,
             critic_model=ModelConfig(path="critic", **(model or {})),
             critic_optimizer=OptimizerConfig(learning_rate=0.25, warmup_steps=40),
         )

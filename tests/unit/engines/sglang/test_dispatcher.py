@@ -197,7 +197,7 @@ def test_a_call_that_is_cancelled_as_its_time_runs_out_ends_quietly(caplog):
         def __init__(self, client):
             self.url, self.abort = client.url, client.abort
 
-        async def generate(self, payload, timeout_s):
+        async def generate(self, payload, *limits):
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
