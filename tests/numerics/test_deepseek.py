@@ -121,7 +121,7 @@ def test_policy_and_engine_keep_biases_in_float32_beside_bf16_weights(checkpoint
 
 
 def test_a_bias_is_trained_only_where_the_family_stores_it(tmp_path, checkpoint):
-    config = SimpleNamespace(compute=TRAINED)
+    config = SimpleNamespace(compute=TRAINED, rollout=SimpleNamespace(routing_replay=False))
     check_routing(config, load_architecture(checkpoint)[1])
     for name, make in (("deepseek_v2", make_deepseek_v2_model), ("qwen3_moe", make_moe_model)):
         with pytest.raises(InputError, match=f"a routing bias that {name} does not store"):
