@@ -30,10 +30,10 @@ def _factor(
     call: Callable[[Case, str], object], case: Case, text: Callable[[Case, int], str], length: int, most: float
 ) -> float:
     factors = []
-    for _ in range(3):  # A collection of garbage in one of them is no growth.
+    for _ in range(3):  # A collection of garbage in one of them, or the first call of a library, is no growth.
         short, long = (_processor_s(call, case, text(case, size)) for size in (length, 2 * length))
         factors.append(long / max(short, _BARELY_MEASURABLE_S / 2))
-        if factors[-1] <= most or long > 0.5:
+        if factors[-1] <= most or (long > 0.5 and len(factors) > 1):
             break
     return min(factors)
 
