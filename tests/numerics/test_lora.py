@@ -85,7 +85,7 @@ def transformers_names(weights):
     kept, experts = {}, {}
     for name, weight in weights.items():
         layer, found, rest = name.partition(".mlp.experts.")
-        if found:
+        if found and "." in rest:  # gpt-oss has them in one already.
             number, part, _ = rest.split(".")
             experts.setdefault(layer, {}).setdefault(int(number), {})[part] = weight
         else:
