@@ -48,6 +48,7 @@ setup(
         "PyYAML>=6",
         "aiohttp>=3.10,<4",
         "orjson>=3.10,<4",
+        "pybase64>=1.4,<2",
         "tensorboard>=2.17",
         "rich>=13",
         "matplotlib>=3.9",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import math
 import struct
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import pybase64
 
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
 from dapo_mega.models import Architecture
@@ -287,7 +287,7 @@ def _routes(encoded: Any, num_tokens: int, sizes: RouteSizes, *, is_cut_off: boo
         return no_routes()
     if not isinstance(encoded, str):
         raise MalformedAnswer("routes", "it does not say which experts its tokens went through")
-    found = np.frombuffer(base64.b64decode(encoded, validate=True), np.int32)
+    found = np.frombuffer(pybase64.b64decode(encoded, validate=True), np.int32)
     shape = (num_tokens, sizes.num_layers, sizes.per_token)
     if len(found) != math.prod(shape):
         raise MalformedAnswer("routes", f"it has {len(found)} experts where [tokens, layers, each] are {list(shape)}")
