@@ -183,7 +183,7 @@ def extend_spans(spans: list[tuple[T, int]], more: Iterable[tuple[T, int]], star
 
 def with_last_token(routes: Routes) -> Routes:
     """Those of one token more, whose experts are not known; of no tokens as they are."""
-    return np.pad(routes, ((0, len(routes) and 1), (0, 0), (0, 0)), constant_values=-1)
+    return np.concatenate([routes, np.full_like(routes[:1], -1)]) if len(routes) else routes
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,7 +111,8 @@ def learn(run: TrainingRun, groups: Sequence[Group], collected: Metrics) -> Metr
     if run.recorder:
         with run.timers.stage("samples"):
             record_step(run, groups, updated.updates)
-    metrics = {**collected, **scored, **updated.metrics, **packing_metrics(stats)}
+    metrics = {**collected, **scored, **updated.metrics}
+    metrics |= {f"batch/{name}": value for name, value in asdict(stats).items()}
     adapt_entropy_bonus(run.entropy, run.config, metrics)
     complete_step(run, metrics)
     return metrics
@@ -262,15 +263,6 @@ def update(run: TrainingRun, entropy_coefficient: float) -> Updated:
         updated = run.trainer.update(entropy_coefficient, traced=run.config.samples.enabled)
     check_mismatch(run, updated.measured)
     return updated
-
-
-def packing_metrics(stats: PackingStats) -> Metrics:
-    """How well the step's samples filled the ranks' micro-batches."""
-    return {
-        "batch/packing_efficiency": stats.packing_efficiency,
-        "batch/budget_fill": stats.budget_fill,
-        "batch/rank_imbalance": stats.rank_imbalance,
-    }
 
 
 def adapt_entropy_bonus(entropy: EntropyControl, config: RunConfig, metrics: Metrics) -> None:
