@@ -44,7 +44,7 @@ def with_trainer(run: TrainingRun, work: Callable[[], T]) -> T:
                     "%s; step %d waits for another trainer, and engines keep their requests", lost, run.step + 1
                 )
                 run.meet()
-                _bring_back(run)
+                bring_back(run)
             return work()
         except TrainerLost as error:
             if not run.meet:
