@@ -30,8 +30,14 @@ class DiskTransport(Transport):
         """Raises InputError when writing fails."""
         path = self._folder / f"version_{update.version:08d}"
         self._trainer.export(path)
-        fields = {"model_path": str(path), "weight_version": update.label, "flush_cache": update.flush_cache}
-        calls.call(lambda client: client.command("update_weights_from_disk", **fields))
+        calls.call(
+            lambda client: client.command(
+                "update_weights_from_disk",
+                model_path=str(path),
+                weight_version=update.label,
+                flush_cache=update.flush_cache,
+            )
+        )
         for older in self._folder.glob("version_*"):
             if older != path:
                 shutil.rmtree(older, ignore_errors=True)  # An engine may still read it.

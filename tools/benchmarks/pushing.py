@@ -78,7 +78,7 @@ class Pushing(WeightCommands):
         return scores
 
     def close(self) -> None:
-        if self.sender:
+        if isinstance(self.sender, BroadcastSender):
             self.sender.close()
 
 
