@@ -11,8 +11,6 @@ from dapo_mega.cli import leave_at_sigterm, run_command
 from dapo_mega.commands._arguments import load_to_train, parse_training_arguments, prepare_megatron
 from dapo_mega.config import RunConfig
 
-_OF_TRAINER = "--of-trainer"
-
 
 def main() -> None:
     """Command the run that the arguments name, until it ends."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import shlex
 import shutil
@@ -28,8 +27,6 @@ from dapo_mega.environments.turns import seed_of_group, task_of
 from dapo_mega.rewards import keeper
 from dapo_mega.rewards.processes import CallError, OutputLog, end_tree, ending
 from dapo_mega.types import GenerationRequest, Prompt, Trajectory
-
-logger = logging.getLogger(__name__)
 
 _KEEPER: Final = Path(keeper.__file__)
 _MAX_VARIABLE: Final = 100_000

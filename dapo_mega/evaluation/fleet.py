@@ -124,7 +124,8 @@ class FleetSampler(FleetClient, Sampler):
 
     async def _name_weights(self, client: EngineClient) -> str:
         """Name the engine's weights; returns what the engine is."""
-        await client.set_weight_version(str(WeightVersion(self._name, _VERSION)))
+        version = str(WeightVersion(self._name, _VERSION))
+        await client.command("update_weight_version", new_version=version, abort_all_requests=False)
         info = await client.info()
         return f"SGLang {info.version}{DETERMINISTIC if info.deterministic else ''}"
 

@@ -50,7 +50,7 @@ from dapo_mega.training.evaluation_beside import BesideTraining
 from dapo_mega.training.run_records import dataset_cards
 from dapo_mega.training.trainer import Trainer
 from dapo_mega.types import Group, Prompt
-from dapo_mega.weight_sync.update import EmbeddedWeightSync, Transport, WeightSync
+from dapo_mega.weight_sync.update import EmbeddedWeightSync, WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -302,14 +302,11 @@ def _engines(
     if config.lora and config.sends_adapters:
         adapter = peft_config(config.lora, trained_names(family, arch, config.lora.targets))
 
-    def open_transport() -> Transport:
-        return make_transport(config, trainer, trainer.open_sender())
-
     return client, FleetWeightSync(
         trainer,
         client,
         config.weight_sync,
-        open_transport,
+        lambda: make_transport(config, trainer, trainer.open_sender()),
         run,
         agreement,
         adapter,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dapo_mega.algorithms.entropy_control import EntropyControl
 from dapo_mega.batching.plan import PackingStats
@@ -42,7 +42,6 @@ from dapo_mega.types import Group
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Metrics = dict[str, float]
 
 
@@ -111,7 +110,8 @@ def learn(run: TrainingRun, groups: Sequence[Group], collected: Metrics) -> Metr
     if run.recorder:
         with run.timers.stage("samples"):
             record_step(run, groups, updated.updates)
-    metrics = {**collected, **scored, **updated.metrics, **packing_metrics(stats)}
+    metrics = {**collected, **scored, **updated.metrics}
+    metrics |= {f"batch/{name}": value for name, value in asdict(stats).items()}
     adapt_entropy_bonus(run.entropy, run.config, metrics)
     complete_step(run, metrics)
     return metrics
@@ -119,8 +119,7 @@ def learn(run: TrainingRun, groups: Sequence[Group], collected: Metrics) -> Metr
 
 def end(run: TrainingRun) -> None:
     """Wait for evaluations beside training, and record the last step's timeline."""
-    if run.config.evaluation.beside_training:
-        settle_beside(run, wait=True)
+    settle_beside(run, wait=True)
     record_timeline(run, run.step)  # The checkpoint after the last step.
 
 
@@ -158,7 +157,7 @@ def complete_step(run: TrainingRun, metrics: Metrics) -> None:
             metrics.update(evaluate(run))
     report(run, run.step, metrics)
     run.unrecorded = None
-    if run.config.evaluation.beside_training and run.step >= run.config.num_steps:
+    if run.step >= run.config.num_steps:
         settle_beside(run, wait=True)
     if not lends_memory:
         save(run)
@@ -262,15 +261,6 @@ def update(run: TrainingRun, entropy_coefficient: float) -> Updated:
         updated = run.trainer.update(entropy_coefficient, traced=run.config.samples.enabled)
     check_mismatch(run, updated.measured)
     return updated
-
-
-def packing_metrics(stats: PackingStats) -> Metrics:
-    """How well the step's samples filled the ranks' micro-batches."""
-    return {
-        "batch/packing_efficiency": stats.packing_efficiency,
-        "batch/budget_fill": stats.budget_fill,
-        "batch/rank_imbalance": stats.rank_imbalance,
-    }
 
 
 def adapt_entropy_bonus(entropy: EntropyControl, config: RunConfig, metrics: Metrics) -> None:

@@ -12,18 +12,16 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
 
 from dapo_mega.cli import EXIT_CONTINUE, EXIT_FAULT, Reason
 from dapo_mega.distributed.event_loops import DAEMON_THREADS
-from dapo_mega.distributed.stores import attempt_prefix
+from dapo_mega.distributed.stores import attempt_prefix, connect_store
 
 POLL_S = 0.5
 _ANSWER_S = 10.0
-_STORE_TIMEOUT = timedelta(seconds=_ANSWER_S)
 _SIGN_S = 2.0
 _FAILURE = "failure"
 _STOP = "stop"
@@ -40,13 +38,7 @@ class Peers:
         self._failed = failed
         self._stop = stop
         self._address = os.environ["MASTER_ADDR"]
-        store = dist.TCPStore(
-            self._address,
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=_STORE_TIMEOUT,
-        )
+        store = connect_store(self._address, int(os.environ["MASTER_PORT"]), _ANSWER_S)
         self._store: dist.Store = dist.PrefixStore(attempt_prefix(), store)
         self._machine = int(os.environ.get("GROUP_RANK", "0"))
         self._num_machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))

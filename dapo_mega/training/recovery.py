@@ -34,37 +34,38 @@ def score_groups(
 
 def with_trainer(run: TrainingRun, work: Callable[[], T]) -> T:
     """What the work returns. Where the trainer dies and this process lives on, the next trainer is brought to where the
-    run is, and the work is done again."""
+    run is, and the work is done again. Raises TrainerLost where this one's engines have died with it, and FleetError
+    where no trainer comes."""
+    lost: TrainerLost | None = None
     while True:
         try:
+            if lost and run.meet:
+                logger.warning(
+                    "%s; step %d waits for another trainer, and engines keep their requests", lost, run.step + 1
+                )
+                run.meet()
+                bring_back(run)
             return work()
-        except TrainerLost as lost:
-            bring_back(run, lost)
+        except TrainerLost as error:
+            if not run.meet:
+                raise
+            lost = error
 
 
-def bring_back(run: TrainingRun, lost: TrainerLost) -> None:
-    """Wait for another trainer; from the newest checkpoint it learns again what the run has learnt since. Raises
-    TrainerLost where this one's engines have died with it, and FleetError where none comes."""
-    while True:
-        if run.meet is None:
-            raise lost
-        logger.warning("%s; step %d waits for another trainer, and engines keep their requests", lost, run.step + 1)
-        try:
-            run.meet()
-            if run.config.rollout.offload_trainer:
-                run.fleet.sleep()  # An update that broke off has woken engines.
-            run.trainer.build()
-            run.trainer.saved_step = None
-            newest = find_checkpoint(run.trainer)
-            saved = run.trainer.load(newest).step if newest else 0
-            for learnt in run.learnt:  # The same updates as when the run first learnt the step.
-                if learnt.step > saved:
-                    run.trainer.take(samples_of_groups(learnt.groups, run.config, learnt.step - 1))
-                    score_groups(run.trainer, run.config, learnt.groups, learnt.step - 1)
-                    run.trainer.update(learnt.entropy_coefficient, traced=run.config.samples.enabled)
-            run.weight_sync.reopen()
-            run.trainer.begin()
-            logger.warning("a trainer continues after step %d", run.step)
-            return
-        except TrainerLost as again:
-            lost = again
+def bring_back(run: TrainingRun) -> None:
+    """Bring another trainer to where the run is: from the newest checkpoint it learns again what the run has learnt
+    since."""
+    if run.config.rollout.offload_trainer:
+        run.fleet.sleep()  # An update that broke off has woken engines.
+    run.trainer.build()
+    run.trainer.saved_step = None
+    newest = find_checkpoint(run.trainer)
+    saved = run.trainer.load(newest).step if newest else 0
+    for learnt in run.learnt:  # The same updates as when the run first learnt the step.
+        if learnt.step > saved:
+            run.trainer.take(samples_of_groups(learnt.groups, run.config, learnt.step - 1))
+            score_groups(run.trainer, run.config, learnt.groups, learnt.step - 1)
+            run.trainer.update(learnt.entropy_coefficient, traced=run.config.samples.enabled)
+    run.weight_sync.reopen()
+    run.trainer.begin()
+    logger.warning("a trainer continues after step %d", run.step)

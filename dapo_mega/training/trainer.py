@@ -417,7 +417,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         """Free engines and what is shared with them, in this process."""
         if self.engine:
             self.engine.close()
-        if self.sender:
+        if isinstance(self.sender, BroadcastSender):
             self.sender.close()
 
 

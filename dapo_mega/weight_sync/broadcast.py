@@ -72,7 +72,6 @@ from dapo_mega.weight_sync.update import (
     Transport,
     Update,
     UpdateCalls,
-    WeightSender,
 )
 
 if TYPE_CHECKING:
@@ -181,16 +180,17 @@ class BroadcastTransport(Transport):
         if old_group := self._old_groups.get(client.url):
             for sender in range(len(ranks)):
                 with contextlib.suppress(EngineError):  # A restarted server does not have the group.
-                    await client.destroy_weights_update_group(group_with(old_group, sender))
+                    await client.command("destroy_weights_update_group", group_name=group_with(old_group, sender))
         self._old_groups[client.url] = route.group
         for sender, rank in enumerate(ranks):
             address, port = self._places.listening[rank]
-            await client.init_weights_update_group(
-                address=address,
-                port=port,
+            await client.command(
+                "init_weights_update_group",
+                master_address=address,
+                master_port=port,
                 rank_offset=1,
                 world_size=route.size,
-                name=group_with(route.group, sender),
+                group_name=group_with(route.group, sender),
                 backend=self._places.backend,
             )
 
@@ -209,15 +209,16 @@ class BroadcastTransport(Transport):
             ]
         for number, (group, specs, load_format) in enumerate(calls, start=1):
             is_last = number == len(calls)
-            await client.update_weights_from_distributed(
+            await client.command(
+                "update_weights_from_distributed",
+                timeout_s=self._timeout_s * num_parts,
                 names=[spec.name for spec in specs],
                 dtypes=[dtype_name(spec.dtype) for spec in specs],
                 shapes=[spec.shape for spec in specs],
                 group_name=group,
-                version=update.label if is_last else None,
+                weight_version=update.label if is_last else None,
                 flush_cache=update.flush_cache and is_last,
                 load_format=load_format,
-                timeout_s=self._timeout_s * num_parts,
             )
         self._known_plans[client.url] = plan.digest
 
@@ -231,7 +232,7 @@ class WeightCommands(Commanded):
     """Sends with each process's `sender` from its `policy`, which is a `WeightSource`."""
 
     policy: Any
-    sender: WeightSender | None = None
+    sender: BroadcastSender | SharedMemorySender | None = None
 
     @command
     def weight_plan(self, have_plugin: bool, selection: Selection = "merged") -> list[list[PlannedBucket]]:
@@ -273,7 +274,7 @@ class WeightCommands(Commanded):
         raise NotImplementedError
 
 
-class BroadcastSender(WeightSender):
+class BroadcastSender:
     """Gathers, encodes and broadcasts this process's part of the weights; calls no engine. With NCCL on GPUs and gloo
     on the CPU."""
 

@@ -144,7 +144,7 @@ class FleetWeightSync(WeightSync):
         sent = self._transport.bring(update, calls, forgotten)
         seconds = time.perf_counter() - started
         if self._transport.uses_sessions:
-            calls.call(lambda client: client.end_weight_update())
+            calls.call(lambda client: client.command("end_weight_update"))
         rate = sent.num_bytes / seconds
         return {"weight_sync/bytes": float(sent.num_bytes), "weight_sync/bytes_per_s": rate, **sent.metrics}
 
@@ -201,8 +201,8 @@ class FleetWeightSync(WeightSync):
 async def _begin_session(client: EngineClient) -> None:
     """Open a session; if an earlier trainer left one open, close that first."""
     try:
-        await client.begin_weight_update()
+        await client.command("begin_weight_update")
     except EngineRefused:
         with contextlib.suppress(EngineRefused):  # Its weights were incomplete.
-            await client.end_weight_update()
-        await client.begin_weight_update()
+            await client.command("end_weight_update")
+        await client.command("begin_weight_update")

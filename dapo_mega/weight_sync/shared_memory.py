@@ -29,7 +29,6 @@ from dapo_mega.weight_sync.update import (
     Transport,
     Update,
     UpdateCalls,
-    WeightSender,
 )
 
 if TYPE_CHECKING:
@@ -69,14 +68,17 @@ class SharedMemoryTransport(Transport):
                     "it runs on another machine but weight_sync.transport=tensor needs one machine; set "
                     "weight_sync.transport to distributed or disk",
                 )
-            version = update.label if bucket.is_last else None
-            handles = bucket.handles[client.url]
-            await client.update_weights_from_tensor(handles, version, update.flush_cache and bucket.is_last)
+            await client.command(
+                "update_weights_from_tensor",
+                serialized_named_tensors=bucket.handles[client.url],  # One for each tensor-parallel rank.
+                weight_version=update.label if bucket.is_last else None,
+                flush_cache=update.flush_cache and bucket.is_last,
+            )
 
         calls.call(load)
 
 
-class SharedMemorySender(WeightSender):
+class SharedMemorySender:
     """Each stage's leader puts a bucket into shared memory."""
 
     def __init__(self, processes: Processes, config: WeightSyncConfig, *, fp8: bool = False) -> None:

@@ -14,7 +14,7 @@ from dapo_mega.distributed.processes import Processes
 from dapo_mega.errors import InputError
 from dapo_mega.weight_sync.broadcast import BroadcastSender, BroadcastTransport, WeightCommands
 from dapo_mega.weight_sync.shared_memory import SharedMemorySender, SharedMemoryTransport
-from dapo_mega.weight_sync.update import SenderPlaces, Sent, Transport, Update, UpdateCalls, WeightSender
+from dapo_mega.weight_sync.update import SenderPlaces, Sent, Transport, Update, UpdateCalls
 
 
 class DiskTransport(Transport):
@@ -30,14 +30,21 @@ class DiskTransport(Transport):
         """Raises InputError when writing fails."""
         path = self._folder / f"version_{update.version:08d}"
         self._trainer.export(path)
-        calls.call(lambda client: client.update_weights_from_disk(str(path), update.label, update.flush_cache))
+        calls.call(
+            lambda client: client.command(
+                "update_weights_from_disk",
+                model_path=str(path),
+                weight_version=update.label,
+                flush_cache=update.flush_cache,
+            )
+        )
         for older in self._folder.glob("version_*"):
             if older != path:
                 shutil.rmtree(older, ignore_errors=True)  # An engine may still read it.
         return Sent(sum(file.stat().st_size for file in path.glob("*.safetensors")))
 
 
-def make_sender(config: RunConfig, processes: Processes) -> WeightSender | None:
+def make_sender(config: RunConfig, processes: Processes) -> BroadcastSender | SharedMemorySender | None:
     """What each process of the trainer needs to send. Collective. Raises InputError if the setting does not fit the
     engines or the machines."""
     fp8 = config.engine_dtype == "fp8"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -155,16 +155,6 @@ class SharedBucket:
     handles: Mapping[str, Sequence[str]]
     num_bytes: int
     is_last: bool
-
-
-class WeightSender:
-    """What a process of the trainer does to send weights; every process has one."""
-
-    def forget(self, urls: Iterable[str]) -> None:
-        """Free what is shared with engines that failed; by default there is nothing."""
-
-    def close(self) -> None:
-        """Free what is shared with all engines; by default there is nothing."""
 
 
 class Transport:

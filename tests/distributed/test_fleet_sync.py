@@ -138,16 +138,16 @@ class BusyEngine(ScriptedEngine):
 
     went_on = None
 
-    async def update_weights_from_tensor(self, serialized, version, flush_cache, load_format=None):
+    async def update_weights_from_tensor(self, *, serialized_named_tensors, weight_version, flush_cache):
         self.num_buckets += 1
-        own_handles = set(serialized)  # A handle counts the readers of the memory, and each is for one.
+        own_handles = set(serialized_named_tensors)  # A handle counts the readers of the memory, and each is for one.
         assert len(own_handles) == self.tp_size
         deadline = time.monotonic() + 0.3
         while time.monotonic() < deadline and not (self.went_on / f"{self.num_buckets}").exists():
             await asyncio.sleep(0.01)
-        for handle, weights in zip(serialized, self.rank_weights, strict=True):
+        for handle, weights in zip(serialized_named_tensors, self.rank_weights, strict=True):
             weights |= {name: tensor.clone() for name, tensor in pickle.loads(base64.b64decode(handle))}
-        self.versions.append((version, flush_cache))
+        self.versions.append((weight_version, flush_cache))
 
 
 class GoingOn(Policy):

@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import shutil
+from dataclasses import asdict
 from itertools import chain
 
 import pyarrow as pa
@@ -445,7 +446,11 @@ def step(run):
     yield {**collected, "most_rows": max(rows), "asked": [group.prompt.index for group in groups]}
     stats = run.trainer.take(samples_of_groups(groups, run.config, run.step))
     measured, scored = loop.score_groups(run.trainer, run.config, groups, run.step)
-    seen = {**scored, **loop.check_mismatch(run, measured), **loop.packing_metrics(stats)}
+    seen = {
+        **scored,
+        **loop.check_mismatch(run, measured),
+        **{f"batch/{name}": value for name, value in asdict(stats).items()},
+    }
     yield seen
     updated = loop.update(run, run.entropy.current())
     seen = {**seen, "updates": len(updated.updates), **updated.metrics}

@@ -333,14 +333,16 @@ def _one_group(fleet: IdleEngines | None, policy: _Policy, options: argparse.Nam
     plan = UpdatePlan(1, 4 * options.bucket_mib * 2**20, ((bucket,),))
 
     async def join(client: EngineClient) -> None:
-        await client.init_weights_update_group(
-            address=address, port=store.port, rank_offset=1 + urls.index(client.url), world_size=1 + num_engines,
-            name=group_with(name, 0), backend="gloo",
+        await client.command(
+            "init_weights_update_group", master_address=address, master_port=store.port,
+            rank_offset=1 + urls.index(client.url), world_size=1 + num_engines, group_name=group_with(name, 0),
+            backend="gloo",
         )  # fmt: skip
 
     async def receive(client: EngineClient) -> None:
-        await client.update_weights_from_distributed(
-            names=(), dtypes=(), shapes=(), group_name=name, version=str(policy.version), flush_cache=False,
+        await client.command(
+            "update_weights_from_distributed", names=(), dtypes=(), shapes=(), group_name=name,
+            weight_version=str(policy.version), flush_cache=False,
             load_format=str(PlanFormat(plan.digest, 0, plan.text)),
         )  # fmt: skip
 

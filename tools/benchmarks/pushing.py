@@ -16,9 +16,9 @@ from dapo_mega.types import LogProbs, TokenIds
 from dapo_mega.weight_sync.agreement import Agreement
 from dapo_mega.weight_sync.broadcast import BroadcastSender, BroadcastTransport, WeightCommands
 from dapo_mega.weight_sync.fleet_sync import FleetWeightSync
-from dapo_mega.weight_sync.shared_memory import SharedMemoryTransport
+from dapo_mega.weight_sync.shared_memory import SharedMemorySender, SharedMemoryTransport
 from dapo_mega.weight_sync.transports import DiskTransport
-from dapo_mega.weight_sync.update import Transport, WeightSender
+from dapo_mega.weight_sync.update import Transport
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Pushing(WeightCommands):
         processes: Processes,
         fleet: Any,
         config: Any,
-        sender: WeightSender | None,
+        sender: BroadcastSender | SharedMemorySender | None,
         run: str = "",
         agreement: Agreement | None = None,
         scores: Any = None,
@@ -78,7 +78,7 @@ class Pushing(WeightCommands):
         return scores
 
     def close(self) -> None:
-        if self.sender:
+        if isinstance(self.sender, BroadcastSender):
             self.sender.close()
 
 

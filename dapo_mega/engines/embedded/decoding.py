@@ -88,10 +88,6 @@ def _cache_dtype(model: PreTrainedModel) -> torch.dtype:
     return torch.float32 if model.dtype.itemsize < 4 and is_grouped and not is_latent else model.dtype
 
 
-def _has_states(model: PreTrainedModel) -> bool:
-    return "linear_attention" in (model.config.get_text_config().to_dict().get("layer_types") or ())
-
-
 def prompt_key(request: GenerationRequest) -> bytes:
     """Equal exactly for requests with the same prompt."""
     return request.prompt_token_ids.astype(np.int32).tobytes()
@@ -246,7 +242,8 @@ class RowBatch:
         for i, prompt in enumerate(prompts):
             ids[i, width - len(prompt) :] = prompt
             mask[i, width - len(prompt) :] = 1
-        cache = DynamicCache(config=self._model.config) if _has_states(self._model) else DynamicCache()
+        layer_types = self._model.config.get_text_config().to_dict().get("layer_types") or ()
+        cache = DynamicCache(config=self._model.config if "linear_attention" in layer_types else None)
         output = self._model(
             input_ids=torch.from_numpy(ids).to(device),
             attention_mask=None if mask.all() else torch.from_numpy(mask).to(device),

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Annotated, Final
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, TypeAdapter
+from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter
 
 from dapo_mega.config.components.servers import url_problem
 
@@ -36,13 +36,6 @@ def _bare(url: str) -> str:
     return url
 
 
-def _no_integer(number: object) -> object:
-    """Raises ValueError: an integer may be too large for a time."""
-    if isinstance(number, int):
-        raise ValueError("not a float")
-    return number
-
-
 @dataclass(frozen=True)
 class Registration:
     """An engine. Each start of an engine at the same `url` has another `instance`."""
@@ -57,7 +50,7 @@ class Announcement:
 
     registrations: Annotated[tuple[Registration, ...], Field(max_length=MAX_REGISTRATIONS)]
     leaving: bool
-    sent_at: Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_integer)]
+    sent_at: Annotated[float, Field(allow_inf_nan=False)]
 
 
 _ANNOUNCED: Final = TypeAdapter(Announcement)

@@ -114,7 +114,7 @@ def generate_payload(
         "return_logprob": True,
         **({} if (start := _routes_start(request, parts)) is None else {"return_routed_experts": True}),
         **({"routed_experts_start_len": start} if start else {}),
-        **_named(adapter),
+        **({"lora_path": adapter} if adapter else {}),
     }
 
 
@@ -130,12 +130,8 @@ def scoring_payload(token_ids: TokenIds, adapter: str = "") -> dict[str, Any]:
         "sampling_params": {"max_new_tokens": 1, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0,
-        **_named(adapter),
+        **({"lora_path": adapter} if adapter else {}),
     }
-
-
-def _named(adapter: str) -> dict[str, str]:
-    return {"lora_path": adapter} if adapter else {}
 
 
 @_engines_fault()

@@ -189,86 +189,23 @@ class EngineClient:
         """Drop the cached keys and values of all prefixes; fails if requests still run after `wait_s`."""
         await self._request("POST", f"/flush_cache?timeout={wait_s:g}", {})
 
-    async def begin_weight_update(self) -> None:
-        await self._command("/begin_weight_update", {})
-
-    async def end_weight_update(self) -> None:
-        await self._command("/end_weight_update", {})
-
-    async def init_weights_update_group(
-        self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str
-    ) -> None:
-        """Join the process group whose rank 0 listens at `address`; returns when the group is complete."""
-        await self._command(
-            "/init_weights_update_group",
-            {
-                "master_address": address,
-                "master_port": port,
-                "rank_offset": rank_offset,
-                "world_size": world_size,
-                "group_name": name,
-                "backend": backend,
-            },
-        )
-
-    async def destroy_weights_update_group(self, name: str) -> None:
-        await self._command("/destroy_weights_update_group", {"group_name": name})
-
-    async def update_weights_from_distributed(
-        self,
-        *,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        version: str | None,
-        flush_cache: bool,
-        load_format: str | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Receive these tensors in the group's broadcasts; `version=None` keeps the version. `timeout_s` replaces the
-        client's limit."""
-        await self._command(
-            "/update_weights_from_distributed",
-            {
-                "names": list(names),
-                "dtypes": list(dtypes),
-                "shapes": [list(shape) for shape in shapes],
-                "group_name": group_name,
-                "weight_version": version,
-                "flush_cache": flush_cache,
-                "load_format": load_format,
-            },
-            timeout_s,
-        )
-
-    async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool = True) -> None:
-        await self._command(
-            "/update_weights_from_disk", {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
-        )
-
-    async def update_weights_from_tensor(
-        self, serialized: Sequence[str], version: str | None, flush_cache: bool
-    ) -> None:
-        """Map tensors of this machine's memory: one base64 pickle per tensor-parallel rank."""
-        await self._command(
-            "/update_weights_from_tensor",
-            {"serialized_named_tensors": list(serialized), "weight_version": version, "flush_cache": flush_cache},
-        )
+    async def command(self, call: str, timeout_s: float | None = None, **fields: Any) -> None:
+        """Make one of SGLang's calls about weights, such as `end_weight_update`, with these fields of its body.
+        `timeout_s` replaces the client's limit."""
+        content = await self._request("POST", f"/{call}", fields, timeout_s or self._timeout_s)
+        answer = self._parsed(f"/{call}", content)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            reason = answer.get("message") or answer.get("error_message")
+            raise EngineRefused(self.url, HTTPStatus.OK, f"/{call}: {reason}")
 
     async def add_adapter(self, name: str, config: Mapping[str, Any], tp_size: int) -> None:
         """Make an adapter of peft's `config` known, in place of an earlier one, before an update brings its values."""
         with contextlib.suppress(EngineRefused):  # A restarted server does not have it.
-            await self._command("/unload_lora_adapter", {"lora_name": name})
-        no_tensors = base64.b64encode(pickle.dumps({})).decode()
-        await self._command(
-            "/load_lora_adapter_from_tensors",
-            {"lora_name": name, "config_dict": config, "serialized_named_tensors": [no_tensors] * tp_size},
+            await self.command("unload_lora_adapter", lora_name=name)
+        tensors = [base64.b64encode(pickle.dumps({})).decode()] * tp_size
+        await self.command(
+            "load_lora_adapter_from_tensors", lora_name=name, config_dict=config, serialized_named_tensors=tensors
         )
-
-    async def set_weight_version(self, version: str) -> None:
-        """Name the engine's weights, which stay as they are."""
-        await self._command("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def release_memory(self) -> None:
         """Free all memory; the engine must be idle."""
@@ -290,13 +227,6 @@ class EngineClient:
         except EngineRefused as error:
             return error.status == HTTPStatus.METHOD_NOT_ALLOWED
         return False
-
-    async def _command(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
-        content = await self._request("POST", path, body, timeout_s or self._timeout_s)
-        answer = self._parsed(path, content)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            reason = answer.get("message") or answer.get("error_message")
-            raise EngineRefused(self.url, HTTPStatus.OK, f"{path}: {reason}")
 
     async def _json(self, method: str, path: str) -> Any:
         return self._parsed(path, await self._request(method, path))

@@ -212,10 +212,10 @@ class FleetClient(RolloutFleet):
         self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
     ) -> Future[dict[str, T | EngineError]]:
         """Start a call on all targets at once; the future gives the result or error by URL."""
-        return self._thread.start(self._call(targets, method, timeout_s))
+        return self._thread.start(self._call([target.url for target in targets], method, timeout_s))
 
     async def _call(
-        self, targets: Sequence[SyncTarget], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
+        self, urls: Sequence[str], method: Callable[[EngineClient], Awaitable[T]], timeout_s: float
     ) -> dict[str, T | EngineError]:
         async def one(url: str) -> T | EngineError:
             try:
@@ -226,8 +226,7 @@ class FleetClient(RolloutFleet):
             except TimeoutError:
                 return EngineError(url, f"no answer within {timeout_s:g} s")
 
-        results = await asyncio.gather(*(one(target.url) for target in targets))
-        return {target.url: result for target, result in zip(targets, results, strict=True)}
+        return dict(zip(urls, await asyncio.gather(*map(one, urls)), strict=True))
 
     def pause_generation(self, targets: Sequence[SyncTarget]) -> list[SyncTarget]:
         """Stop dispatching to the targets, then drain or pause running requests as `weight_sync.in_flight` says.
@@ -239,7 +238,7 @@ class FleetClient(RolloutFleet):
             limit_s = min(self._config.weight_sync.timeout_s, self._fleet.hung_after_s)
             await self._drain_or_pause(serving, limit_s)
             # Another trainer may have updated the engines since this one did.
-            left = self._targets(self._present(serving, "serving"))
+            left = self._present(serving, "serving")
             for url, version in (await self._call(left, EngineClient.weight_version, limit_s)).items():
                 if isinstance(version, str):
                     self._membership.reported(url, version)
@@ -264,14 +263,14 @@ class FleetClient(RolloutFleet):
         if mode == "abort":
             await self._take_back(urls, limit_s)
             mode = "retract"  # Nothing is left to abort, and SGLang's own `abort` takes a second to notice.
-        await self._call(self._targets(urls), lambda client: client.pause(mode), limit_s)
+        await self._call(urls, lambda client: client.pause(mode), limit_s)
 
     async def _take_back(self, urls: Sequence[str], limit_s: float) -> None:
         """Abort all calls repeatedly, as a call may reach its engine after the first abort. SGLang's pause would abort
         them too, but checks only once a second whether all have ended, and keeps calls that arrive meanwhile."""
         returning = asyncio.create_task(self._dispatcher.reclaim(limit_s))
         while not returning.done():
-            await self._call(self._targets(urls), lambda client: client.abort(all=True), _ABORT_TIMEOUT_S)
+            await self._call(urls, lambda client: client.abort(all=True), _ABORT_TIMEOUT_S)
             await asyncio.wait([returning], timeout=_ABORT_EVERY_S)
         await returning
 
@@ -281,7 +280,7 @@ class FleetClient(RolloutFleet):
 
     async def _resume_generation(self, urls: Sequence[str]) -> None:
         await self._wake(urls, _ALL_MEMORY)
-        present = self._targets(self._present(urls, "outdated", "serving"))
+        present = self._present(urls, "outdated", "serving")
         self._remove_failed(await self._call(present, lambda client: client.resume(), _CALL_TIMEOUT_S))
         for url in urls:
             self._monitor.resume(url)
@@ -317,7 +316,7 @@ class FleetClient(RolloutFleet):
         urls = [url for url in self._membership.in_state("outdated", "serving") if not self._members[url].asleep]
         for url in urls:
             await self._monitor.suspend(url)
-        results = await self._call(self._targets(urls), _fall_asleep, _CALL_TIMEOUT_S)
+        results = await self._call(urls, _fall_asleep, _CALL_TIMEOUT_S)
         self._remove_failed(results)
         for url, result in results.items():
             if result is None:

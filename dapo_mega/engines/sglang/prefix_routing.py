@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.metrics.timeline import LoadHistory
@@ -14,6 +15,7 @@ from dapo_mega.metrics.timeline import LoadHistory
 _FAILURES_BEFORE_PAUSE = 3
 _MAX_PAUSE_S = 30.0
 _MOST_ABORTS = 64
+_IN_FLIGHT = attrgetter("in_flight")
 
 
 @dataclass(eq=False)
@@ -103,9 +105,8 @@ class EngineRouter:
     def choose(self, slots: Sequence[EngineSlot], prompt: bytes, before: str = "") -> EngineSlot | None:
         """The best of `slots`, all of which have room; None if `slots` is empty. `before` is the URL of the engine of
         the turn before."""
-        holder = self.holders.get(prompt, before)
-        return min(
-            slots,
-            key=lambda slot: (slot.in_flight - self._slack * (slot.url == holder), slot.url != holder),
-            default=None,
-        )
+        least = min(slots, key=_IN_FLIGHT, default=None)
+        if least and (url := self.holders.get(prompt, before)):
+            holder = next((slot for slot in slots if slot.url == url), least)
+            return holder if holder.in_flight - self._slack <= least.in_flight else least
+        return least

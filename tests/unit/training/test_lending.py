@@ -33,10 +33,12 @@ def test_a_trainer_that_died_while_it_had_lent_its_memory_is_waited_for(monkeypa
         config=SimpleNamespace(rollout=SimpleNamespace(offload_trainer=True)),
         fleet=SimpleNamespace(sleep=lambda: asleep.append(True)),
         trainer=Trainer(num_losses=1),
+        meet=lambda: None,
+        step=3,
     )
-    monkeypatch.setattr(recovery, "bring_back", lambda run, lost: brought.append(str(lost)))
+    monkeypatch.setattr(recovery, "bring_back", brought.append)
     loop.take_turn(training)
-    assert (asleep, brought, training.trainer.held) == ([True], ["it died while engines generated"], "all")
+    assert (asleep, brought, training.trainer.held) == ([True], [training], "all")
     training.trainer.num_losses = 1
     loop.lend_memory(training)  # At the run's end nobody waits for another.
     assert len(brought) == 1

@@ -123,6 +123,9 @@ class ScriptedEngine:
         triples = [[p, i, None] for p, i in zip([None, *self.scores], payload["input_ids"], strict=True)]
         return {"output_ids": [1], "meta_info": {"weight_version": version, "input_token_logprobs": triples}}
 
+    async def command(self, call, timeout_s=None, **fields):
+        await getattr(self, call)(**fields)
+
     async def begin_weight_update(self):
         await self._meet("begin")
         if self.is_open:
@@ -140,11 +143,13 @@ class ScriptedEngine:
         await self._meet("adapter")
         assert (name, tp_size) == (ADAPTER, self.tp_size)
 
-    async def init_weights_update_group(self, *, address, port, rank_offset, world_size, name, backend):
+    async def init_weights_update_group(
+        self, *, master_address, master_port, rank_offset, world_size, group_name, backend
+    ):
         await self._meet("init")
         assert (world_size, backend, rank_offset) == (1 + self.tp_size, "gloo", 1)
-        assert 0 < limit_of_group(name) < self._timeout_s
-        await self._in_thread(self._join, address, port, name)
+        assert 0 < limit_of_group(group_name) < self._timeout_s
+        await self._in_thread(self._join, master_address, master_port, group_name)
 
     def _join(self, address, port, name):
         def join(rank):
@@ -155,14 +160,14 @@ class ScriptedEngine:
         with ThreadPoolExecutor(self.tp_size) as ranks:
             self.groups[name], *self.other_groups[name] = ranks.map(join, range(1, 1 + self.tp_size))
 
-    async def destroy_weights_update_group(self, name):
+    async def destroy_weights_update_group(self, *, group_name):
         await self._meet("destroy")
-        if name not in self.groups:
-            raise EngineRefused(self.url, 400, f"no group {name}")
-        del self.groups[name], self.other_groups[name]
+        if group_name not in self.groups:
+            raise EngineRefused(self.url, 400, f"no group {group_name}")
+        del self.groups[group_name], self.other_groups[group_name]
 
     async def update_weights_from_distributed(
-        self, *, names, dtypes, shapes, group_name, version, flush_cache, load_format, timeout_s
+        self, *, names, dtypes, shapes, group_name, weight_version, flush_cache, load_format
     ):
         if call := PlanFormat.parse(load_format):
             self.plan_calls.append(call)
@@ -179,7 +184,7 @@ class ScriptedEngine:
             await self._take(group_name, PlannedBucket(0, specs, (len(specs),)))
         if "acknowledge" in self.faults:
             await self._meet("acknowledge")
-        self.versions.append((version, flush_cache))
+        self.versions.append((weight_version, flush_cache))
 
     async def _take(self, group_name, bucket):
         self.num_buckets += 1
@@ -195,23 +200,23 @@ class ScriptedEngine:
         except RuntimeError as error:
             raise EngineRefused(self.url, 400, f"Failed to update parameter online: {error}") from error
 
-    async def update_weights_from_tensor(self, serialized, version, flush_cache, load_format=None):
+    async def update_weights_from_tensor(self, *, serialized_named_tensors, weight_version, flush_cache):
         await self._meet("tensor")
         assert self.is_open
-        (handle,) = serialized
+        (handle,) = serialized_named_tensors
         # An engine is a process of its own: within one, memory is the same whether it is shared or not.
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _READER, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
         output, _ = await process.communicate(handle.encode())
         self.weights |= torch.load(io.BytesIO(output))
-        self.versions.append((version, flush_cache))
+        self.versions.append((weight_version, flush_cache))
 
-    async def update_weights_from_disk(self, path, version, flush_cache=True):
+    async def update_weights_from_disk(self, *, model_path, weight_version, flush_cache):
         await self._meet("disk")
         assert not self.is_open
-        self.weights = load_file(f"{path}/model.safetensors")
-        self.versions.append((version, flush_cache))
+        self.weights = load_file(f"{model_path}/model.safetensors")
+        self.versions.append((weight_version, flush_cache))
 
     def _receive(self, bucket, group, weights):
         if not bucket.lengths:

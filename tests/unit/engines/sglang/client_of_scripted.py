@@ -48,9 +48,7 @@ def give_weights(driver, version=0, run=""):
     set_version = str(WeightVersion(run, version))
     driver.start_call(
         targets,
-        lambda client: client.update_weights_from_distributed(
-            names=[], dtypes=[], shapes=[], group_name="g", version=set_version, flush_cache=True
-        ),
+        lambda client: client.command("update_weights_from_distributed", weight_version=set_version),
         DEADLINE_S,
     ).result()
     for target in targets:

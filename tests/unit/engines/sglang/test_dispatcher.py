@@ -506,7 +506,7 @@ def test_what_is_taken_back_goes_on_where_it_was_with_new_weights():
             await fleet.dispatcher.reclaim()
             assert not any(engine.in_flight for engine in two)
             for engine, client in zip(two, fleet.clients, strict=True):
-                await client.update_weights_from_disk("anywhere", "5")
+                await client.command("update_weights_from_disk", weight_version="5")
                 fleet.dispatcher.set_version(engine.url, 5)
                 await client.resume()
             hurry(two)
@@ -533,7 +533,7 @@ def test_a_request_is_as_old_as_its_first_token_and_not_as_its_submission():
             dispatcher.hold()
             await fleet.clients[0].pause("abort")
             await dispatcher.reclaim()
-            await fleet.clients[0].update_weights_from_disk("anywhere", "5")
+            await fleet.clients[0].command("update_weights_from_disk", weight_version="5")
             dispatcher.set_version(engine.url, 5)
             assert [generation.oldest_version() for generation in fleet.asked.values()] == [4, 5]
             await fleet.clients[0].resume()
@@ -573,7 +573,7 @@ def test_calls_that_stay_in_a_paused_engine_go_on_with_its_new_weights(mode):
             await until(lambda: engine.in_flight == 1 and engine.all_have_tokens)
             fleet.dispatcher.hold()
             await fleet.clients[0].pause(mode)
-            await fleet.clients[0].update_weights_from_disk("anywhere", "2")
+            await fleet.clients[0].command("update_weights_from_disk", weight_version="2")
             fleet.dispatcher.set_version(engine.url, 2)
             await fleet.clients[0].resume()
             hurry([engine])
