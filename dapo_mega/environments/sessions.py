@@ -205,7 +205,9 @@ class Session:
             for message in messages
         ]
         found = [t for t in reversed(self._turns) if t.history and keys[: len(t.history)] == t.history]
-        best = max(found, key=lambda turn: len(turn.history), default=None)
+        said = {call["id"] for message in messages for call in message.get("tool_calls", ())}
+        # Of several answers to the same messages that are told alike, the one whose calls have these ids.
+        best = max(found, key=lambda turn: (len(turn.history), len(said & turn.names.keys())), default=None)
         new = shown[len(best.history) - 1 :] if best else []
         if best and all(message["role"] in _OBSERVED for message in new):
             with contextlib.suppress(InputError):  # The whole may be possible all the same.

@@ -38,9 +38,8 @@ _LONGEST_TOKEN: Final = 1024
 class Turns(InTurnsEnvironment):
     """One environment for each trajectory. No engine's place is held while it works.
 
-    Raises InputError where what it returns is no observation, and when more than `max_failed_share` of a step's
-    trajectories, or of `usual_trajectories` if these are more, failed by their environments; the first failure is
-    logged in full.
+    Raises InputError when more than `max_failed_share` of a step's trajectories, or of `usual_trajectories` if these
+    are more, failed by their environments; the first failure is logged in full.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class Turns(InTurnsEnvironment):
                 self._is_warned = True
                 return "parse"
             if not ids:
-                raise InputError(f"{self._own.title} returned rewrite=True without any text; give text or messages")
+                raise CallError("it returned rewrite=True without any text; give text or messages")
             if before and ids[: len(before)] == before:
                 ids, is_new = ids[len(before) :], False
         if len(ids) > limit + len(before) * is_new or len(ids) >= pieces.left:
