@@ -24,6 +24,5 @@ for _ in range(3):
         reward = 1.0 if guess.isdecimal() else -0.5
         break
     messages.append({"role": "user", "content": "+" if int(guess) < hidden else "-"})
-post(
-    os.environ["DAPO_MEGA_REWARD_URL"], {"reward": reward, "correct": reward > 0, "parts": {"digits": guess.isdecimal()}}
-)
+parts = {"digits": guess.isdecimal()}
+post(os.environ["DAPO_MEGA_REWARD_URL"], {"reward": reward, "correct": reward > 0, "parts": parts})
