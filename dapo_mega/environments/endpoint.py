@@ -43,7 +43,7 @@ _CHAT: Final = ("model", "messages", "tools", "tool_choice", "stream", "stream_o
 _GENERATE: Final = ("model", "token_ids", "sampling_params", "stream")
 _SAMPLING: Final = ("n", "max_tokens")
 _ROLES: Final = {"user": "user", "tool": "tool", "system": "system", "developer": "system", "assistant": "assistant"}
-_NOTHING: Final = (None, False, [], {}, {"type": "text"})
+_NOTHING: Final[tuple[Any, ...]] = (None, False, [], {}, {"type": "text"})
 """Values of a parameter that ask for nothing."""
 _MAX_BODY_BYTES: Final = 2**26
 _MOST_ANSWERS: Final = 64

@@ -353,6 +353,17 @@ def test_a_limit_ends_the_trajectory_with_an_error_that_clients_know(live, keys,
     assert found.sampled[-1]
 
 
+def test_a_huge_message_ends_the_trajectory_unread(live, monkeypatch):
+    policy = live("one", max_new_tokens=40, max_observation_tokens=10**6)
+    said = policy.chat(USER)
+    monkeypatch.setattr(policy.endpoint._wording.dialogue, "_behind", None)
+    monkeypatch.setattr(policy.endpoint._wording.dialogue, "whole", None)
+    huge = {"role": "user", "content": "x" * 40_000}
+    for messages in ([USER, said, huge], [huge]):
+        assert "(context)" in policy.chat(*messages, status=400)["message"]
+    assert policy.trajectory().stop == "context"
+
+
 BAD = [
     (b"{", "not JSON"), (b"[]", "JSON object"), (b"\xff", "not JSON"), (b"[" * 100_000, "not JSON"),
     ({"messages": [USER], "unheard_of": 1}, "unheard_of"),
