@@ -17,6 +17,7 @@ prepare     preparing a training dataset: time and memory by rows
 answers     grading ordinary and hostile answers
 simulation  simulated schedules against runs on engines of a stated pace
 environments trajectories with environments in processes, and in threads of the trainer
+endpoint    what the endpoint for programs adds to a turn
 fleet       requests in flight at rollout engines, and a server's own batch interface
 weight_sync an update of a real SGLang server against bare broadcasts
 senders     an update of 1 to 8 engines by 8 processes, over links of one rate
@@ -51,6 +52,7 @@ NAMES = (
     "senders",
     "fleet",
     "environments",
+    "endpoint",
 )
 
 

@@ -20,6 +20,7 @@ from dapo_mega.environments.base import SINGLE_TURN, Environment
 from dapo_mega.environments.dialogues import make_dialogue
 from dapo_mega.environments.endpoint import Wording
 from dapo_mega.environments.markup import ENDS
+from dapo_mega.environments.observations import read_tools
 from dapo_mega.environments.pool import EnvironmentPool
 from dapo_mega.environments.programs import Programs, SharedPrograms, check_command
 from dapo_mega.environments.turns import Turns, seed_of_group
@@ -78,7 +79,7 @@ def try_environment(config: RunConfig, task: Mapping[str, Any]) -> None:
 async def _tools(pool: EnvironmentPool) -> list[dict[str, Any]]:
     live = await pool.open()
     live.close()
-    return [dict(tool) for tool in live.tools]
+    return read_tools(live.tools)
 
 
 async def _trial(own: OwnEnvironment, pool: EnvironmentPool, task: Mapping[str, Any], seed: int) -> None:

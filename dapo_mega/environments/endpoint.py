@@ -25,7 +25,7 @@ from aiohttp import web
 from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.data.tokenizer import Decode
 from dapo_mega.environments.dialogues import Dialogue
-from dapo_mega.environments.observations import read_observation
+from dapo_mega.environments.observations import read_observation, read_tools
 from dapo_mega.environments.sessions import Message, Recorded, RefusedError, Session, compared
 from dapo_mega.errors import InputError
 
@@ -35,14 +35,16 @@ IGNORED_HEADER: Final = "x-dapo-mega-ignored"
 _IGNORED: Final = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "user", "metadata", "store", "parallel_tool_calls", "reasoning_effort", "verbosity", "service_tier",
-    "safety_identifier", "prompt_cache_key", "skip_special_tokens", "stop_token_ids", "logprobs", "ignore_eos",
-    "request_id", "cache_salt", "priority", "routed_experts_prompt_start",
+    "safety_identifier", "prompt_cache_key", "skip_special_tokens", "stop_token_ids", "logprobs", "top_logprobs",
+    "ignore_eos", "request_id", "cache_salt", "priority", "routed_experts_prompt_start",
 )  # fmt: skip
 _CHAT: Final = ("model", "messages", "tools", "tool_choice", "stream", "stream_options", "n", "max_tokens",
                 "max_completion_tokens")  # fmt: skip
 _GENERATE: Final = ("model", "token_ids", "sampling_params", "stream")
 _SAMPLING: Final = ("n", "max_tokens")
 _ROLES: Final = {"user": "user", "tool": "tool", "system": "system", "developer": "system", "assistant": "assistant"}
+_NOTHING: Final[tuple[Any, ...]] = (None, False, [], {}, {"type": "text"})
+"""Values of a parameter that ask for nothing."""
 _MAX_BODY_BYTES: Final = 2**26
 _MOST_ANSWERS: Final = 64
 _MOST_DIALOGUES: Final = 256
@@ -138,12 +140,9 @@ class Endpoint:
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), _body(await request.read())
         _check_keys(body, ("reward", "correct", "parts"))
-        if "reward" not in body:
+        if body.get("reward") is None:
             raise RefusedError("reward is missing; give {'reward': number}", param="reward")
-        try:
-            session.earned = read_observation(body, "the program").earned
-        except MisuseError as error:
-            raise RefusedError(str(error)) from None
+        session.earned = read_observation(body, "the program").earned
         return web.json_response({"ok": True})
 
     def _answered(
@@ -202,7 +201,7 @@ class Endpoint:
         _check_types(body, {"model": str, "stream": bool, "stream_options": dict, "messages": list, "tools": list})
         if body.get("tool_choice") not in (None, "auto", "none"):
             raise RefusedError("tool_choice is 'auto' or 'none': the policy chooses", param="tool_choice")
-        tools = _tools(body.get("tools") or []) if body.get("tool_choice") != "none" else []
+        tools = read_tools(body.get("tools") or []) if body.get("tool_choice") != "none" else []
         messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.get("messages") or [])]
         if not messages or messages[-1]["role"] == "assistant":
             raise RefusedError("messages end with one that is not the policy's", param="messages")
@@ -282,10 +281,12 @@ async def _in_openais_form(
         return await handler(request)
     except RefusedError as error:
         refused = error
+    except MisuseError as error:
+        refused = RefusedError(str(error))
     except web.HTTPException as error:
         refused = RefusedError(f"{request.method} {request.path}: {error.reason}", status=error.status)
     except ConnectionError:
-        raise
+        return web.Response()  # To nobody.
     except Exception as error:
         logger.exception("environment: the endpoint could not answer %s", request.path)
         refused = RefusedError(f"{type(error).__name__}: {error}", status=500)
@@ -309,7 +310,7 @@ def _body(content: bytes) -> dict[str, Any]:
 
 def _check_keys(given: Mapping[str, Any], served: tuple[str, ...]) -> None:
     for key, value in given.items():
-        if key not in served and key not in _IGNORED and value not in (None, False, [], {}):
+        if key not in served and key not in _IGNORED and value not in _NOTHING:
             raise RefusedError(f"{key} is unknown or not served here", param=key, code="unknown_parameter")
     if given.get("n") not in (None, 1):
         raise RefusedError("n must be 1: ask several times", param="n")
@@ -326,14 +327,6 @@ def _max_tokens(given: Mapping[str, Any], key: str) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
         raise RefusedError(f"{key} must be a whole number, at least 1", param=key)
     return value
-
-
-def _tools(given: list[Any]) -> list[Any]:
-    for i, tool in enumerate(given):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RefusedError(f"tools[{i}] must be {{type: function, function: {{name, ...}}}}", param="tools")
-    return given
 
 
 def _message(given: Any, where: str) -> Message:

@@ -71,6 +71,15 @@ def read_observation(returned: Any, where: str) -> Observation:
     return Observation(tuple(messages), earned, (stop or "done") if done else "", rewrite)
 
 
+def read_tools(given: Any) -> list[Any]:
+    """Schemas of tools as OpenAI has them. Raises MisuseError for another form."""
+    for i, tool in enumerate(given if isinstance(given, list) else [given]):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise MisuseError(f"tools[{i}] must be {{type: function, function: {{name, ...}}}}, not {tool!r:.80}")
+    return list(given)
+
+
 def _is_message(message: Any) -> bool:
     return (
         isinstance(message, dict)

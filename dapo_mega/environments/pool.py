@@ -69,8 +69,6 @@ class _Process:
             raise CallError(reason, self._worker.printed(), hung=True) from None
         finally:
             del self._waiting[number]
-        if "misuse" in found:
-            raise MisuseError(found["misuse"])
         if "failure" in found:
             raise CallError(found["failure"], found.get("detail", ""))
         if not found.keys() >= _GIVEN.get(method, {"observation", "snapshot"}):
@@ -136,10 +134,13 @@ class LiveEnvironment:
 
     async def observe(self, method: str, *arguments: Any) -> tuple[dict[str, Any] | None, Observation, str]:
         """What `reset` or `step` returned, as it was written and as it was read, and the snapshot after it. Raises
-        CallError where it failed, and MisuseError for what is no observation."""
+        CallError where it failed or what it returned is no observation."""
         answer = await self._pool.started(self._process.call(self._number, method, *arguments))
         returned, snapshot = answer["observation"], answer["snapshot"]
-        return returned, read_observation(returned, f"its method {method}"), snapshot
+        try:
+            return returned, read_observation(returned, f"its method {method}"), snapshot
+        except MisuseError as error:  # It may depend on what the policy said.
+            raise CallError(str(error)) from None
 
     async def restore(self, snapshot: str) -> None:
         """Let it be what it was. Raises as `observe`."""

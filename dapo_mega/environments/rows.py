@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,10 @@ from dapo_mega.types import (
 )
 
 T = TypeVar("T")
+
+LONGEST_TOKEN: Final = 1024
+"""Characters: no vocabulary has longer ones. What is too long by them is not encoded: megabytes take minutes, and all
+memory."""
 
 
 class Rows:

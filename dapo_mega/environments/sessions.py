@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from dapo_mega.config.environment import InTurns
 from dapo_mega.environments.account import DiffersError
 from dapo_mega.environments.dialogues import Dialogue
-from dapo_mega.environments.rows import Pieces, Rows, turns_of
+from dapo_mega.environments.rows import LONGEST_TOKEN, Pieces, Rows, turns_of
 from dapo_mega.errors import InputError
 from dapo_mega.types import GenerationRequest, Response, Trajectory
 
@@ -116,9 +116,9 @@ class Session:
         """Turns of an earlier life that it did not ask for yet."""
         return sum(map(len, self._to_repeat.values()))
 
-    async def turn(self, find: Callable[[], Place], max_tokens: int | None, note: Callable[[Recorded], T]) -> T:
-        """What `note` makes of one turn of the policy behind what `find` finds. One at a time; others wait. Raises
-        RefusedError where a limit ends the trajectory."""
+    async def turn(self, find: Callable[[], Place | None], max_tokens: int | None, note: Callable[[Recorded], T]) -> T:
+        """What `note` makes of one turn of the policy behind what `find` finds; None is too long. One at a time; others
+        wait. Raises RefusedError where a limit ends the trajectory."""
         self._num_waiting += 1
         if self._num_waiting == 1:
             self.on_wait(True)
@@ -126,8 +126,10 @@ class Session:
             async with self._lock:
                 if not self.stop and len(self._turns) == self._limits.max_turns:
                     self.stop = "turns"
-                rows = None if self.stop else self._place(*find())
+                place = None if self.stop else find()
+                rows = self._place(*place) if place else None
                 if rows is None:
+                    self.stop = self.stop or "context"
                     why = {"turns": "max_turns", "tokens": "max_tokens"}.get(self.stop, "context_length_exceeded")
                     raise RefusedError(
                         f"the trajectory is over ({self.stop}): it has reached the run's limit", code=why
@@ -193,9 +195,9 @@ class Session:
         best = max(found, key=lambda turn: turn.end, default=None)
         return best, token_ids[best.end if best else 0 :]
 
-    def behind_messages(self, kind: str, messages: Sequence[Message], dialogue: Dialogue) -> Place:
-        """Where a prompt of these messages goes on, among turns of the same kind. Raises RefusedError for messages that
-        the template refuses."""
+    def behind_messages(self, kind: str, messages: Sequence[Message], dialogue: Dialogue) -> Place | None:
+        """Where a prompt of these messages goes on, among turns of the same kind; None where it is far too long. Raises
+        RefusedError for messages that the template refuses."""
         keys = (kind, *map(compared, messages))
         names = {id: name for turn in self._turns for id, name in turn.names.items()}
         shown = [
@@ -205,8 +207,12 @@ class Session:
             for message in messages
         ]
         found = [t for t in reversed(self._turns) if t.history and keys[: len(t.history)] == t.history]
-        best = max(found, key=lambda turn: len(turn.history), default=None)
+        said = {call["id"] for message in messages for call in message.get("tool_calls", ())}
+        # Of several answers to the same messages that are told alike, the one whose calls have these ids.
+        best = max(found, key=lambda turn: (len(turn.history), len(said & turn.names.keys())), default=None)
         new = shown[len(best.history) - 1 :] if best else []
+        if 0 < self._pieces.left * LONGEST_TOKEN < len(str(new or shown)):
+            return None
         if best and all(message["role"] in _OBSERVED for message in new):
             with contextlib.suppress(InputError):  # The whole may be possible all the same.
                 ids = dialogue.extend(best.prompt_ids, best.sampled_ids, new)

@@ -141,7 +141,7 @@ class ToolEnvironment:
             return "bad_arguments", f"The call was not run: {error}"
         except EnvironmentFailure:
             raise
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # argparse exits where arguments are wrong.
             if isinstance(error, ExceptionGroup) and (failures := error.subgroup(EnvironmentFailure)):
                 raise EnvironmentFailure(str(failures.exceptions[0])) from error
             return "errors", "".join(format_exception_only(error)).strip()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from dapo_mega.environments.base import Begun, Generate, Progress
 from dapo_mega.environments.dialogues import Dialogue
 from dapo_mega.environments.observations import Observation, read_observation
 from dapo_mega.environments.pool import EnvironmentPool, LiveEnvironment
-from dapo_mega.environments.rows import Pieces
+from dapo_mega.environments.rows import LONGEST_TOKEN, Pieces
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.processes import CallError
 from dapo_mega.rewards.records import RewardRecord
@@ -31,16 +31,12 @@ from dapo_mega.types import GenerationRequest, Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_TOKEN: Final = 1024
-"""Characters: no vocabulary has longer ones."""
-
 
 class Turns(InTurnsEnvironment):
     """One environment for each trajectory. No engine's place is held while it works.
 
-    Raises InputError where what it returns is no observation, and when more than `max_failed_share` of a step's
-    trajectories, or of `usual_trajectories` if these are more, failed by their environments; the first failure is
-    logged in full.
+    Raises InputError when more than `max_failed_share` of a step's trajectories, or of `usual_trajectories` if these
+    are more, failed by their environments; the first failure is logged in full.
     """
 
     def __init__(
@@ -123,7 +119,7 @@ class Turns(InTurnsEnvironment):
         not write the turns before it again (parse)."""
         num_characters = sum(len(text) for message in observation.messages for text in message.values())
         limit = self._own.max_observation_tokens
-        if num_characters > limit * _LONGEST_TOKEN:  # To encode megabytes takes minutes, and all memory.
+        if num_characters > limit * LONGEST_TOKEN:
             return "context"
         before, sampled = pieces.of_turn(pieces.num_turns - 1) if pieces.num_turns else ([], [])
         ids = None
@@ -145,7 +141,7 @@ class Turns(InTurnsEnvironment):
                 self._is_warned = True
                 return "parse"
             if not ids:
-                raise InputError(f"{self._own.title} returned rewrite=True without any text; give text or messages")
+                raise CallError("it returned rewrite=True without any text; give text or messages")
             if before and ids[: len(before)] == before:
                 ids, is_new = ids[len(before) :], False
         if len(ids) > limit + len(before) * is_new or len(ids) >= pieces.left:

@@ -111,7 +111,8 @@ class _Answers:
         try:
             frame = framed({**answer, "number": number})
         except (TypeError, ValueError, RecursionError) as error:
-            frame = framed({"misuse": f"it returned what is not plain data: {error}", "number": number})
+            reason = f"it returned what is not plain data: {error}"
+            frame = framed({"failure": reason, "detail": "", "number": number})
         except FrameError as error:
             frame = framed({"failure": f"it returned too much: {error}", "detail": "", "number": number})
         with self._lock:
@@ -147,7 +148,7 @@ class _Life:
             try:
                 answer = self._call(method, *arguments)
             except MisuseError as error:
-                answer = {"misuse": str(error)}
+                answer = {"failure": str(error), "detail": ""}
             except BaseException as error:  # SystemExit of the environment too.
                 where = "it" if method == "make" else f"its method {method}"
                 answer = {"failure": f"{where} raises {type(error).__name__}", "detail": ""}

@@ -20,10 +20,9 @@ for _ in range(3):
     said = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": "policy", "messages": messages})
     messages.append(said["choices"][0]["message"])
     guess = messages[-1]["content"].strip()
-    if not guess.isdigit() or int(guess) == hidden:
-        reward = 1.0 if guess.isdigit() else -0.5
+    if not guess.isdecimal() or int(guess) == hidden:
+        reward = 1.0 if guess.isdecimal() else -0.5
         break
     messages.append({"role": "user", "content": "+" if int(guess) < hidden else "-"})
-post(
-    os.environ["DAPO_MEGA_REWARD_URL"], {"reward": reward, "correct": reward > 0, "parts": {"digits": guess.isdigit()}}
-)
+parts = {"digits": guess.isdecimal()}
+post(os.environ["DAPO_MEGA_REWARD_URL"], {"reward": reward, "correct": reward > 0, "parts": parts})

@@ -23,7 +23,7 @@ class GuessTheNumber(Environment):
         return Hint(text="\n")
 
     def step(self, action, timeout_s=None, **options):
-        if not action.text.isdigit():
+        if not action.text.isdecimal():
             return Hint(done=True, reward=-0.5)
         if int(action.text) == self.hidden:
             return Hint(done=True, reward=1.0)

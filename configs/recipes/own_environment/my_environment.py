@@ -14,7 +14,7 @@ class GuessTheNumber:
 
     def step(self, action):
         """What the policy's turn earns, and what it observes before its next one."""
-        if not action["text"].isdigit():
+        if not action["text"].isdecimal():
             return {"reward": -0.5, "correct": False, "done": True, "parts": {"digits": 0}}
         guess, parts = int(action["text"]), {"digits": 1}
         if guess == self.hidden:

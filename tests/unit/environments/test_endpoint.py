@@ -167,6 +167,23 @@ def test_calls_are_told_as_openai_tells_them_and_their_results_go_on(live):
     assert rows(found).endswith(f"{call}{call}</s>\n<s>tool: </s>2</s>\n<s>assistant: 4</s>")
 
 
+def test_of_answers_told_alike_the_one_whose_calls_are_named_goes_on(live):
+    """A client may compare several answers to one question, whose first calls are the same."""
+    first, other = (f'<tool_call>{{"name": "add", "arguments": {{"a": {a}}}}}</tool_call>' for a in (1, 2))
+    bad = '<tool_call>{"name": add}</tool_call>'
+    policy = live(first + first, first + bad + other, first + other, "end", "end", "end")
+    answers = [policy.chat(USER, tools=[TOOL]) for _ in range(3)]
+    assert [len(said["tool_calls"]) for said in answers] == [2, 2, 2]
+    for said in answers:
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in said["tool_calls"]]
+        policy.chat(USER, said, *results, tools=[TOOL])
+    found = policy.trajectory()
+    texts = [TOKENIZER.decode(found.token_ids[start:stop]) for start, stop, _ in found.pieces]
+    ends = "</s>\n<s>tool: r</s>\n<s>tool: r</s>\n<s>assistant: end</s>"
+    expected = [calls + ends for calls in (first + first, first + bad + other, first + other)]
+    assert [text.rpartition("<s>user: Q</s>\n<s>assistant: ")[2] for text in texts] == expected
+
+
 @pytest.mark.parametrize(
     ("text", "more", "reason"),
     [
@@ -257,7 +274,7 @@ def test_the_official_client_understands_it(live):
     assert len(found.turns) == 3
 
 
-def test_a_retry_gets_the_first_answer_and_is_no_turn(live):
+def test_a_retry_gets_the_first_answer_and_is_no_turn(live, caplog):
     policy = live("one", "two", "three")
     first = policy.chat(USER)
     assert policy.chat(USER, headers={"x-stainless-retry-count": "1"}) == first
@@ -277,6 +294,7 @@ def test_a_retry_gets_the_first_answer_and_is_no_turn(live):
     assert (status, json.loads(content)["choices"][0]["message"]["content"]) == (200, "three")
     assert len(policy.asked) == 3
     assert len(policy.trajectory().turns) == 3
+    assert not caplog.records  # That it had gone is no fault, of which a run would log thousands.
 
 
 def until(holds, limit_s=20):
@@ -292,7 +310,7 @@ def test_the_runs_sampling_wins_and_only_a_smaller_limit_counts(live, caplog):
     with caplog.at_level(logging.INFO):
         policy.chat(USER, temperature=0, top_p=0.1, seed=3, logit_bias={"5": 100}, max_tokens=10**9)
         assert policy.headers[IGNORED_HEADER] == "temperature, top_p, seed, logit_bias"
-        policy.chat(USER, temperature=0, max_completion_tokens=4)
+        policy.chat(USER, temperature=0, max_completion_tokens=4, response_format={"type": "text"})
     assert len([r for r in caplog.records if "sampling wins" in r.message]) == 1
     assert [r.sampling.max_new_tokens for r in policy.asked] == [9, 4]
     assert {(r.sampling.temperature, r.sampling.top_p) for r in policy.asked} == {(1.0, 1.0)}
@@ -335,11 +353,23 @@ def test_a_limit_ends_the_trajectory_with_an_error_that_clients_know(live, keys,
     assert found.sampled[-1]
 
 
+def test_a_huge_message_ends_the_trajectory_unread(live, monkeypatch):
+    policy = live("one", max_new_tokens=40, max_observation_tokens=10**6)
+    said = policy.chat(USER)
+    monkeypatch.setattr(policy.endpoint._wording.dialogue, "_behind", None)
+    monkeypatch.setattr(policy.endpoint._wording.dialogue, "whole", None)
+    huge = {"role": "user", "content": "x" * 40_000}
+    for messages in ([USER, said, huge], [huge]):
+        assert "(context)" in policy.chat(*messages, status=400)["message"]
+    assert policy.trajectory().stop == "context"
+
+
 BAD = [
     (b"{", "not JSON"), (b"[]", "JSON object"), (b"\xff", "not JSON"), (b"[" * 100_000, "not JSON"),
     ({"messages": [USER], "unheard_of": 1}, "unheard_of"),
     ({"messages": [USER], "n": 2}, "n must be 1"),
     ({"messages": [USER], "stop": ["x"]}, "stop"),
+    ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
     ({"messages": [USER], "stream": "yes"}, "stream"),
     ({"messages": [USER], "max_tokens": 0}, "max_tokens"),
     ({"messages": [USER], "max_tokens": True}, "max_tokens"),
@@ -422,6 +452,7 @@ def test_rewards_are_checked(live):
     policy.chat(USER)
     for bad in (
         {},
+        {"reward": None},
         {"reward": "1"},
         {"reward": float("nan")},
         {"reward": 1, "parts": {"reward": 1}},

@@ -1,5 +1,6 @@
 """Functions as tools: what models are told, what is never run, and what is never a reward."""
 
+import argparse
 import asyncio
 import importlib.util
 import json
@@ -402,14 +403,28 @@ def test_a_failure_of_infrastructure_is_raised_and_not_told():
     environment.close()
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_what_ends_a_process_is_not_told(error):
-    def end():
-        """End."""
-        raise error
+def test_an_exit_is_told_and_an_interrupt_is_not():
+    def parse(line: str):
+        """Do what a command line says."""
+        argparse.ArgumentParser("parse").parse_args(line.split())
 
-    with pytest.raises(error):
-        ToolEnvironment(end).step(turn(call("end", {})))
+    async def wait(line: str):
+        """The same, later."""
+        await asyncio.sleep(0)
+        parse(line)
+
+    def interrupt():
+        """Interrupt."""
+        raise KeyboardInterrupt
+
+    environment = ToolEnvironment([parse, wait, interrupt, add])
+    wrong = [call(name, {"line": "--made-up"}) for name in ("parse", "wait")]
+    observation = environment.step(turn(*wrong, call("add", {"a": 1})))
+    assert told(observation) == ["SystemExit: 2", "SystemExit: 2", "3"]
+    assert counted(observation) == {"calls": 3, "errors": 2}
+    with pytest.raises(KeyboardInterrupt):
+        environment.step(turn(call("interrupt", {})))
+    environment.close()
 
 
 def test_a_class_is_made_once_and_has_its_methods_as_tools():

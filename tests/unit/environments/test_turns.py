@@ -18,7 +18,7 @@ from dapo_mega.data.tokenizer import build_byte_tokenizer, decoder
 from dapo_mega.environments.base import Progress, TrajectoryFailure
 from dapo_mega.environments.build import try_environment
 from dapo_mega.environments.dialogues import BareText, TemplateDialogue
-from dapo_mega.environments.observations import read_observation
+from dapo_mega.environments.observations import read_observation, read_tools
 from dapo_mega.environments.pool import EnvironmentPool
 from dapo_mega.environments.turns import Turns
 from dapo_mega.errors import InputError
@@ -80,8 +80,9 @@ class Folding(Echo):
         seen = super().step(action)
         return seen | {"text": "so far", "rewrite": True} if action["turn"] == 1 else seen
 
-class Emptied(Echo):
-    def step(self, action): return {"rewrite": True}
+class Late(Echo):
+    def __init__(self, value): super().__init__(); self.value = eval(value)
+    def step(self, action): return super().step(action) | (self.value if action["turn"] == 1 else {})
 
 class NoStep:
     def reset(self, task, seed): pass
@@ -310,6 +311,25 @@ def test_what_fails_too_often_is_no_number_and_too_much_of_it_ends_the_run(turns
         run(turns(settings=settings, retries=0), request(), "ab")
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("{'reward': float('nan')}", "reward a finite number or None"),
+        ("{'reward': 10**5000}", "not plain data"),
+        ("{'parts': {'depth': float('inf')}}", "parts a dict of finite numbers"),
+        ("{'messages': [{'role': 'judge', 'content': ''}]}", "one of user, tool, system"),
+        ("{'text': '', 'rewrite': True}", "without any text"),
+        ("{'text': {1}}", "not plain data"),
+    ],
+)
+def test_a_later_observation_that_cannot_be_used_is_a_failure(turns, value, said):
+    environment = turns("Late", settings={"value": value}, max_failed_share=1.0)
+    with pytest.raises(TrajectoryFailure, match=said) as raised:
+        run(environment, request(), "ab")
+    assert len(raised.value.trajectory.turns) == 2
+    assert environment.pop_metrics()["environment/trajectories_failed"] == 1
+
+
 def test_a_trajectory_goes_on_behind_every_event(turns, tmp_path):
     """Interrupted between any two events, saved, and continued in another process's state: the same as undisturbed."""
     for name in ("Echo", "Saved"):
@@ -372,8 +392,6 @@ def test_an_environment_that_rewrites_the_history_begins_a_piece(turns):
         400 - trajectory.turns[1].stop - len(encode("so far"))]  # fmt: skip
     short, requests = run(environment, request(trajectory.turns[1].stop + 6), "ab")
     assert (short.stop, len(requests)) == ("context", 2)
-    with pytest.raises(InputError, match="returned rewrite=True without any text"):
-        run(turns("Emptied"), request(), "ab")
 
 
 @pytest.mark.parametrize("kind", ["Folding", "chat"])
@@ -470,6 +488,12 @@ def test_one_that_does_not_repeat_itself_is_reported_before_the_run(code, caplog
         config = SimpleNamespace(environment=OwnEnvironment(path=f"{code}:{name}"), seed=0)
         try_environment(config, {"ground_truth": ""})
         assert ("no module's random numbers" in caplog.text) == is_reported
+
+
+@pytest.mark.parametrize("tools", ["abc", ["abc"], [{}], {"a": 1}, [{"type": "function", "function": {"name": 3}}], 7])
+def test_what_is_no_schema_is_refused(tools):
+    with pytest.raises(MisuseError, match=r"tools\[0\] must be \{type: function"):
+        read_tools(tools)
 
 
 @pytest.mark.parametrize(
