@@ -3,8 +3,11 @@
 import gc
 
 try:
+    # pyarrow imports pandas when it is first given a list, and transformers the classes that it is asked for.
+    import pandas  # noqa: F401
     import pytest  # noqa: F401
     import torch
+    from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM  # noqa: F401
 
     from tests.te_cpu import install_if_asked
 
@@ -14,7 +17,10 @@ try:
 
     cpu_accelerator.install()
 
-    import dapo_mega.training.run  # noqa: F401
+    import dapo_mega.commands.prepare
+    import dapo_mega.metrics.tensorboard
+    import dapo_mega.training.run
+    import dapo_mega.training.sft  # noqa: F401
 except ImportError as error:
     # multiprocessing passes over an ImportError here, and would make workers of the half of what is wanted.
     raise RuntimeError("tests.distributed.preloaded cannot import what all workers need") from error
