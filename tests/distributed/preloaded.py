@@ -3,11 +3,8 @@
 import gc
 
 try:
-    # pyarrow imports pandas when it is first given a list, and transformers the classes that it is asked for.
-    import pandas  # noqa: F401
     import pytest  # noqa: F401
     import torch
-    from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM  # noqa: F401
 
     from tests.te_cpu import install_if_asked
 
@@ -17,6 +14,10 @@ try:
 
     cpu_accelerator.install()
 
+    # What is imported when it is first used: by pyarrow given a list, where pandas is installed, and by transformers.
+    import pyarrow
+    from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen2ForCausalLM  # noqa: F401
+
     import dapo_mega.commands.prepare
     import dapo_mega.metrics.tensorboard
     import dapo_mega.training.run
@@ -25,6 +26,7 @@ except ImportError as error:
     # multiprocessing passes over an ImportError here, and would make workers of the half of what is wanted.
     raise RuntimeError("tests.distributed.preloaded cannot import what all workers need") from error
 
+pyarrow.array([1])
 torch.set_num_threads(1)
 # What is imported stays: workers need not look through it for garbage, which Megatron does at each of its checkpoints.
 gc.freeze()
