@@ -53,7 +53,7 @@ def test_dapo_lifts_accuracy_by_40_points(output):
     tuned, processes = rf"finished \d+ steps, loss 3\.\d+ -> 0\.\d+; the model: {output}/sft/hf;", "1"
     if (output / "sft").exists():
         tuned, processes = "sft already holds a model fine-tuned for", "2"
-    # One process fine-tunes with two thirds of two's processor time; the second Python's DAPO runs in two, as by default.
+    # Alone a process fine-tunes in 70 % of two's processor time; the second Python's DAPO runs in two, as by default.
     result = quickstart(output, "--processes", processes, *FEWER_STEPS)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     records = read_metrics(output / "dapo" / "metrics.jsonl")
