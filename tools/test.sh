@@ -13,6 +13,7 @@ if [ "${1:-}" = --quick ]; then
 fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE  # Each process would compile anew what it imports, in more time than it takes for all else.
 # Tests of rollout engines need SGLang, in an environment of its own; where it cannot be made they are skipped.
 sglang=
 if [ -z "$quick${DAPO_MEGA_SGLANG_PYTHON:-}" ] && [[ "$*" != *tests/* || "$*" == *tests/integration* ]]; then

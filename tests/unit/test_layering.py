@@ -133,3 +133,8 @@ def test_a_dry_run_loads_neither_megatron_nor_transformers():
 def test_the_plugin_is_light():
     code = "import dapo_mega.sglang_plugin"
     assert heavy_modules(code, "megatron", "pydantic", "transformers", "datasets", "aiohttp") == "[]"
+
+
+def test_a_process_that_leaves_all_tests_to_others_loads_no_torch():
+    code = "import tests.conftest, tests.integration.conftest, tests.numerics.conftest, tests.unit.conftest"
+    assert heavy_modules(code, "torch", "megatron", "transformers", "dapo_mega") == "[]"
