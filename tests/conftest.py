@@ -1,26 +1,46 @@
 """Shared by all tests: the CPU stands in as Megatron's accelerator before any test module imports Megatron."""
 
+import sys
 from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
 
-from dapo_mega.distributed import accelerator
-from dapo_mega.megatron.core.repairs import cpu_accelerator
-
-cpu_accelerator.install()
-torch.set_num_threads(1)
 hypothesis.settings.register_profile("no clock", deadline=None)
 hypothesis.settings.load_profile("no clock")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
+# Tests that need the emulated device are collected where it is: in the processes that te_cpu/test_suite.py starts.
+collect_ignore = [] if "transformer_engine_torch" in sys.modules else ["te_cpu/emulated"]
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if accelerator.has_gpu():
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole-table", action="store_true", help="also the layouts and models that the gate leaves out: 10 minutes"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Not in a process that leaves all tests to others (pytest -n): importing torch and Megatron is all it would do."""
+    if config.getoption("numprocesses", None):
         return
-    for item in items:
+    import torch
+
+    from dapo_mega.megatron.core.repairs import cpu_accelerator
+
+    cpu_accelerator.install()
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from dapo_mega.distributed import accelerator
+
+    if not config.getoption("whole_table"):
+        left_out = [item for item in items if item.get_closest_marker("whole_table")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("whole_table")]
+    for item in items if not accelerator.has_gpu() else []:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

@@ -13,6 +13,7 @@ if [ "${1:-}" = --quick ]; then
 fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE  # Each process would compile anew what it imports, in more time than it takes for all else.
 # Tests of rollout engines need SGLang, in an environment of its own; where it cannot be made they are skipped.
 sglang=
 if [ -z "$quick${DAPO_MEGA_SGLANG_PYTHON:-}" ] && [[ "$*" != *tests/* || "$*" == *tests/integration* ]]; then
@@ -41,20 +42,18 @@ if [ -n "$sglang" ] && wait "$sglang_installation"; then export DAPO_MEGA_SGLANG
 if [ -n "$trackers" ] && wait "$trackers_installation"; then export DAPO_MEGA_TRACKERS="$trackers"; fi
 # The suite shows the CPU path, also where there is a GPU; the GPU's own tests: python -m pytest -m gpu
 export CUDA_VISIBLE_DEVICES=
-# Without arguments of the caller's: several files at a time, and what takes long first. What starts processes gets a core
-# per file; unit tests often wait. (Not loadgroup: xdist 3.8 does not group under pytest 9.2.)
+# Without arguments of the caller's: several files at a time, and what takes long first. Three on two cores, as many tests
+# wait, and each more would import all anew. (Not loadgroup: xdist 3.8 does not group under pytest 9.2.)
 together="--dist loadfile --no-loadscope-reorder"
 failed=
 if [ -n "$quick" ]; then
     set -- -m "not integration and not slow" "$@"
-    [ $# -gt 2 ] || set -- "$@" -n 4 $together tests/distributed tests/numerics tests/unit
+    [ $# -gt 2 ] || set -- "$@" -n 3 $together tests/distributed tests/numerics tests/unit
 elif [ $# -eq 0 ]; then
     # Where Transformer Engine's Python files cannot be had, their tests are skipped.
     PYTHON="$PYTHON" bash tools/install_te_sources.sh || true
-    later="${with_extras[*]/#/--ignore=}"
-    "$PYTHON" -m pytest -n 2 $together $later tests/te_cpu tests/integration tests/distributed tests/numerics tests/gpu ||
-        failed=yes
-    set -- -n 4 $together $later tests/unit
+    set -- -n 3 $together "${with_extras[@]/#/--ignore=}"
+    set -- "$@" tests/te_cpu tests/integration tests/distributed tests/numerics tests/gpu tests/unit
 fi
 "$PYTHON" -m pytest "$@" || failed=yes
 if [ -n "$extras" ]; then

@@ -145,18 +145,23 @@ def start_workers(script: Path, world_size: int, arguments: Sequence[str], log_d
     return _start(_run, world_size, log_dir, str(script), list(arguments))
 
 
+def start_script(script: Path, arguments: Sequence[object], log: Path, errors: Path | None = None) -> BaseProcess:
+    """Start `python script *arguments` outside of any group; what it prints goes to `log`, errors included unless they
+    get a file of their own."""
+    variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    given = ({**variables, **_SETTINGS}, str(log), str(script), list(map(str, arguments)))
+    process = _forkserver().Process(target=_run, args=(*given, str(errors) if errors else None))
+    process.start()
+    return process
+
+
 def run_script(
     script: Path, arguments: Sequence[object], timeout_s: float = 240, errors: Path | None = None
 ) -> tuple[int | None, str]:
-    """Exit status of `python script *arguments` outside of any group, and what it printed, errors included unless they
-    get a file of their own."""
+    """Exit status of what `start_script` starts, and what it printed."""
     with tempfile.TemporaryDirectory() as name:
         log = Path(name) / "log"
-        variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-        given = ({**variables, **_SETTINGS}, str(log), str(script), list(map(str, arguments)))
-        process = _forkserver().Process(target=_run, args=(*given, str(errors) if errors else None))
-        process.start()
-        (status,) = wait_for([process], timeout_s)
+        (status,) = wait_for([start_script(script, arguments, log, errors)], timeout_s)
         return status, log.read_text()
 
 

@@ -113,26 +113,10 @@ def make_adapter(folder: Path, model: Path, lora: LoraConfig, seed: int = 0) -> 
     return folder
 
 
-def run_table(table, model, folder, dropout=0.0, **lora):
-    """{name: what the case left behind}, all beginning with one adapter."""
-    path = make_adapter(folder / "adapter", model, LoraConfig(**lora))
-    cases = {
-        size: {
-            name: {**case, "lora": {**lora, "dropout": case.get("dropout", dropout), "path": str(path)}}
-            for name, case in of_size.items()
-        }
-        for size, of_size in table.items()
-    }
-    results = {}
-    for size, of_size in cases.items():
-        results |= three_updates(size, of_size, dict.fromkeys(of_size, model), folder / "checkpoints")
-    return results
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
+    """Kind of table -> name -> what the case left behind; all of a table begin with one adapter."""
     folder = tmp_path_factory.mktemp("lora")
-    every = {"rank": 4, "alpha": 8.0}
     models = {
         "dense": partial(make_qwen3_model, attention_bias=True),
         "experts": make_moe_model,
@@ -143,15 +127,28 @@ def results(tmp_path_factory):
         "latent": make_deepseek_v3_model,
         "delta": make_qwen3_5_model,
     }
-    targets = {
+    settings = {
         "parts": {"targets": ("q_proj", "v_proj", "up_proj")},
         "experts_alone": {"targets": ("gate_proj", "up_proj", "down_proj")},
+        "dropout": {"dropout": 0.3},
     }
-    results = {
-        kind: run_table(table, models[kind](folder / kind), folder / f"of_{kind}", **every, **targets.get(kind, {}))
-        for kind, table in TABLES.items()
-    }
-    return {**results, "dropout": run_table(DROPOUT, folder / "dense", folder / "of_dropout", dropout=0.3, **every)}
+    paths = {kind: models[kind](folder / kind) for kind in TABLES}
+    by_size: dict[int, dict[str, dict]] = {}
+    for kind, table in {**TABLES, "dropout": DROPOUT}.items():
+        lora = {"rank": 4, "alpha": 8.0, **settings.get(kind, {})}
+        path = make_adapter(folder / f"adapter of {kind}", paths.setdefault(kind, paths["dense"]), LoraConfig(**lora))
+        for size, cases in table.items():
+            for name, case in cases.items():
+                lora_of_case = {**lora, "path": str(path)} | ({"dropout": 0.0} if "dropout" in case else {})
+                before = {"resume": f"{kind} {case['resume']}"} if "resume" in case else {}
+                by_size.setdefault(size, {})[f"{kind} {name}"] = {**case, **before, "lora": lora_of_case}
+    done = {}
+    for size, cases in sorted(by_size.items()):
+        done |= three_updates(size, cases, {name: paths[name.split()[0]] for name in cases}, folder / "checkpoints")
+    results: dict[str, dict[str, dict]] = {}
+    for name, result in done.items():
+        results.setdefault(name.split()[0], {})[name.split()[1]] = result
+    return results
 
 
 CASES = [(kind, name) for kind, table in TABLES.items() for cases in table.values() for name in cases]

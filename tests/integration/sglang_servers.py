@@ -20,7 +20,6 @@ import psutil
 import pytest
 
 from tests.distributed.launching import REPOSITORY, free_ports
-from tests.distributed.tiny import save_random
 
 SERVE = REPOSITORY / "launch" / "serve_rollouts.py"
 API_KEY = "the-key-of-the-tests"
@@ -44,6 +43,7 @@ def tiny_model(folder: Path, **changes: Any) -> Path:
     from transformers import Qwen2Config
 
     from dapo_mega.data.tokenizer import build_character_tokenizer
+    from tests.distributed.tiny import save_random
 
     sizes = {
         "vocab_size": VOCAB_SIZE,

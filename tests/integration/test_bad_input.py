@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -100,14 +101,11 @@ def test_a_full_disk_leaves_the_previous_checkpoint_usable(task):
     finish(start(config, 1, output, "num_steps=2"), output)
     before = sorted(p.name for p in (output / "checkpoints").iterdir())
     # A file-size limit makes the kernel refuse the checkpoint's files as a full disk would.
-    limited = subprocess.run(
-        ["bash", "-c", 'ulimit -f 100; exec "$@"', "-", sys.executable, str(TRAIN), "--config", str(config),
-         f"output_dir={output}"],
-        capture_output=True, text=True, timeout=240,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert limited.returncode == 2, limited.stderr[-3000:]
-    errors = [line for line in limited.stderr.splitlines() if line.startswith("error:")]
+    workers = start(config, 1, output)
+    resource.prlimit(workers[0].pid, resource.RLIMIT_FSIZE, (100 * 1024, 100 * 1024))
+    assert wait_for(workers, 240) == [2]
+    said = (folder / "full_disk_logs" / "rank_0.log").read_text()
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert "cannot write the checkpoint step_00000004" in errors[0]
     assert sorted(p.name for p in (output / "checkpoints").iterdir()) == before
@@ -131,7 +129,7 @@ def test_a_run_folder_of_another_configuration_is_refused(task):
     assert "--accept-changes" in said
 
 
-def test_under_torchrun_the_line_comes_last_and_the_status_is_kept(task):
+def test_all_processes_leave_when_the_first_one_is_refused(task):
     """The training prompts changed: rank 0 alone notices, and both processes leave without a traceback of theirs."""
     folder, config = task
     output = folder / "other_data"
@@ -141,24 +139,43 @@ def test_under_torchrun_the_line_comes_last_and_the_status_is_kept(task):
     finish(start(config, 2, output, "num_steps=2", f"data.train.path={data}"), output)
     before = {name: (output / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
     shutil.copy(values["data"]["evaluation"]["path"], data)
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    result = subprocess.run(
-        [sys.executable, *torchrun, str(TRAIN), "--config", str(config), f"output_dir={output}",
-         f"data.train.path={data}"],
-        capture_output=True, text=True, timeout=240,
-        env={**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert result.returncode == 1
-    assert result.stderr.count("Traceback") == 1, result.stderr  # torchrun's own
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert wait_for(start(config, 2, output, f"data.train.path={data}"), 240, patience_s=60) == [2, 2]
+    logs = [(folder / "other_data_logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+    assert not any("Traceback" in log for log in logs), logs
+    errors = [line for log in logs for line in log.splitlines() if line.startswith("error:")]
     assert len(set(errors)) == 1
     assert "num_prompts=60, this run has 8" in errors[0] or "other training prompts" in errors[0]
-    assert result.stderr.splitlines()[-1] == errors[0]
     status = read_status(output)
     assert (status["state"], status["exit_status"], status["continue"], status["step"]) == ("failed", 2, False, 2)
     assert errors[0] == f"error: {status['message']}"
     assert {name: (output / name).read_bytes() for name in before} == before
+
+
+REFUSED = """
+from dapo_mega.cli import run_command
+from dapo_mega.errors import InputError
+
+def main():
+    raise InputError("the prompts are others")
+
+run_command(main)
+"""
+
+
+def test_under_torchrun_the_line_comes_last_and_the_status_is_kept(tmp_path):
+    """torchrun's own report has the only traceback."""
+    (script := tmp_path / "refused.py").write_text(REFUSED)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    result = subprocess.run(
+        [sys.executable, *torchrun, str(script)], capture_output=True, text=True, timeout=240,
+        env={**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") <= 1, result.stderr
+    assert "exitcode  : 2 " in result.stderr
+    assert result.stderr.count("error: the prompts are others") == 2
+    assert result.stderr.splitlines()[-1] == "error: the prompts are others"
 
 
 @pytest.mark.parametrize(

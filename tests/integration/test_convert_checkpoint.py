@@ -1,12 +1,9 @@
 """tools/convert_checkpoint.py as a program: memory, kill -9, torchrun, exit statuses, and the trainer on its result."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,19 +14,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from dapo_mega.checkpoints.folders import write_manifest
 from dapo_mega.models.hf_checkpoint import HfCheckpoint
 from dapo_mega.models.hf_writer import shard_files, write_index
-from tests.distributed.launching import REPOSITORY, run_script, start_workers, wait_for
+from tests.distributed.launching import REPOSITORY, kill, run_script, start_script, start_workers, wait_for
 from tests.distributed.tiny import make_model, make_moe_model
 
 pytestmark = pytest.mark.integration
 
 TOOL = REPOSITORY / "tools" / "convert_checkpoint.py"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 MIB, GIB = 2**20, 2**30
-
-
-def start(*arguments):
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finished(*arguments, status=0):
@@ -149,32 +140,18 @@ def make_large(folder, num_layers=6):
     return max(2 * shape.numel() for shape in shapes.values())
 
 
-def peak_memory(*arguments):
+def peak_memory(command, source, target, *options):
     """Largest resident memory of the tool in bytes, with the pages of the files that it maps."""
-    process = start(*arguments)
+    log = target.with_suffix(".log")
+    process = start_script(TOOL, [command, source, target, *options], log)
     peak = 0
-
-    def highest():
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        lines = dict(line.split(":", 1) for line in status.splitlines())
-        return int(lines.get("VmHWM", "0 kB").split()[0]) * 1024
-
-    done = threading.Event()
-
-    def sample():
-        nonlocal peak
-        while not done.wait(0.01) and process.poll() is None:
-            peak = max(peak, highest())
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    try:
-        _, err = process.communicate(timeout=400)
-    finally:
-        process.kill()
-        done.set()
-        sampler.join()
-    assert process.returncode == 0, err
+    while process.exitcode is None:
+        with suppress(OSError):  # It ends meanwhile.
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            lines = dict(line.split(":", 1) for line in status.splitlines())
+            peak = max(peak, int(lines.get("VmHWM", "0 kB").split()[0]) * 1024)
+        process.join(0.01)
+    assert process.exitcode == 0, log.read_text()
     return peak
 
 
@@ -201,15 +178,14 @@ def test_memory_is_that_of_a_few_tensors_and_a_shard_whatever_the_model(tmp_path
 def test_a_killed_conversion_continues_to_the_same_bits(tmp_path):
     model = make_model(tmp_path / "model", tied=True, num_layers=32)
     arguments = ("hf-to-megatron", model, tmp_path / "target", "--shard-gib", 30_000 / GIB)
-    process = start(*arguments)
+    process = start_script(TOOL, arguments, tmp_path / "log")
     content = tmp_path / ".target.partial" / "content"
     deadline = time.monotonic() + 120
     while not content.is_dir() or len(list(content.iterdir())) < 3:
         assert time.monotonic() < deadline
-        assert process.poll() is None
+        assert process.exitcode is None
         time.sleep(0.001)
-    process.kill()
-    process.wait()
+    kill([process])
     assert not (tmp_path / "target").exists()
     records = tmp_path / ".target.partial" / "records"
     kept = {file.name: file.stat().st_mtime_ns for file in records.glob("*.json")}

@@ -49,11 +49,12 @@ def test_a_wrong_argument_is_refused_before_the_cold_start(output, argument, lin
 
 
 @pytest.mark.timeout(1800)
-def test_dapo_lifts_accuracy_by_40_points_and_a_second_run_is_idle(output):
-    tuned = rf"finished \d+ steps, loss 3\.\d+ -> 0\.\d+; the model: {output}/sft/hf;"
+def test_dapo_lifts_accuracy_by_40_points(output):
+    tuned, processes = rf"finished \d+ steps, loss 3\.\d+ -> 0\.\d+; the model: {output}/sft/hf;", "1"
     if (output / "sft").exists():
-        tuned = "sft already holds a model fine-tuned for"
-    result = quickstart(output, *FEWER_STEPS)
+        tuned, processes = "sft already holds a model fine-tuned for", "2"
+    # Alone a process fine-tunes in 70 % of two's processor time; the second Python's DAPO runs in two, as by default.
+    result = quickstart(output, "--processes", processes, *FEWER_STEPS)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     records = read_metrics(output / "dapo" / "metrics.jsonl")
     before, after = records[0], records[-1]
@@ -65,10 +66,3 @@ def test_dapo_lifts_accuracy_by_40_points_and_a_second_run_is_idle(output):
     assert f"tensorboard --logdir '{output}/dapo/tensorboard'" in result.stdout
     assert str(output / "curves.png") in result.stdout
     assert re.search(tuned, result.stdout)
-
-    kept = [p for p in output.rglob("*") if p.is_file() and p.name != "curves.png"]
-    stamps = {path: path.stat().st_mtime_ns for path in kept}
-    again = quickstart(output, *FEWER_STEPS)
-    assert again.returncode == 0, again.stderr[-2000:]
-    assert "already holds a finished run of 15 steps" in again.stdout
-    assert {path: path.stat().st_mtime_ns for path in kept} == stamps

@@ -57,6 +57,11 @@ def test_the_runs_compared_here_use_buffer_and_surplus(uninterrupted):
     assert all("evaluation/avg_at_k" in records[step] for step in (0, 3, 6))
 
 
+def log_of(output):
+    """What the first process of the last start has printed."""
+    return (output.parent / f"{output.name}_logs" / "rank_0.log").read_text()
+
+
 def has_checkpoint(output):
     return (output / "checkpoints" / "step_00000002").is_dir()
 
@@ -99,7 +104,7 @@ def test_a_run_continues_after_sigterm_as_if_nothing_had_happened(task, uninterr
     if moment == "some time":
         os.kill(workers[1].pid, signal.SIGTERM)
     assert wait_for(workers, 240, patience_s=60) == [75, 75]
-    log = (folder / f"{output.name}_logs" / "rank_0.log").read_text()
+    log = log_of(output)
     status = read_status(output)
     assert (status["state"], status["exit_status"], status["continue"]) == ("stopped", 75, True)
     assert status["step"] >= STOPPED_AFTER[moment]
@@ -229,8 +234,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(task, uninterrupted, nam
     content[len(content) // 2] ^= 0x40
     file.write_bytes(content)
     finish(start(config, 2, output, *EXPORTS), output)
-    log = (folder / "damaged_logs" / "rank_0.log").read_text()
-    (warning,) = (line for line in log.splitlines() if "damaged checkpoint" in line)
+    (warning,) = (line for line in log_of(output).splitlines() if "damaged checkpoint" in line)
     assert f"step_00000006 ({name} has a wrong checksum" in warning
     assert "continuing after step 4" in warning
     assert_equal_runs(uninterrupted, output)
@@ -260,6 +264,7 @@ def test_a_finished_run_is_left_as_it_is(task, uninterrupted):
     _, config = task
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*") if path.is_file()}
     finish(start(config, 2, uninterrupted), uninterrupted)
+    assert "already holds a finished run of 6 steps" in log_of(uninterrupted)
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*") if path.is_file()} == before
 
 
@@ -357,14 +362,17 @@ def test_fine_tuning_killed_and_stopped_equals_uninterrupted(task, monkeypatch):
     assert [record["step"] for record in got] == list(range(1, 13))
     files = [(run / "hf" / "model.safetensors").read_bytes() for run in (output, reference)]
     assert files[0] == files[1]
+    # Begun once more it is left as it is.
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
+    finish(start(config, 2, output, script=TUNE), output)
+    assert "already holds a model fine-tuned for 12 steps" in log_of(output)
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == before
     # Without its checkpoints it is not begun anew.
     for lost in ("checkpoints", "hf"):
         shutil.rmtree(output / lost)
     records = (output / "metrics.jsonl").read_bytes()
     assert wait_for(start(config, 2, output, script=TUNE), 240, patience_s=60) == [2, 2]
-    (error,) = (
-        line for line in (folder / f"{output.name}_logs" / "rank_0.log").read_text().splitlines() if "error:" in line
-    )
+    (error,) = (line for line in log_of(output).splitlines() if "error:" in line)
     assert "step_00000012" in error
     assert str(output / "last_checkpoint") in error
     assert (output / "metrics.jsonl").read_bytes() == records

@@ -48,6 +48,7 @@ def test_help_lists_every_command():
 def test_a_script_calls_its_command(name):
     source = (PROJECT / SCRIPTS[name]).read_text()
     assert f"from dapo_mega.commands.{name.replace('-', '_')} import main" in source
+    assert source.endswith("    run_command(main)\n")  # Which makes one line and status 2 of bad input.
     assert len(source.splitlines()) < 15
 
 

@@ -8,7 +8,7 @@ import pytest
 from dapo_mega.ablation.arms import LADDER
 from dapo_mega.ablation.intervals import Estimate, estimate_difference, estimate_mean
 from dapo_mega.ablation.outcomes import outcome_of
-from dapo_mega.ablation.report import band, verdict, write_results
+from dapo_mega.ablation.report import band, markdown, verdict, write_results
 from dapo_mega.ablation.results import gather
 
 from .fake_runs import plan_of, train
@@ -79,7 +79,7 @@ def test_results_are_means_over_finished_seeds(plan):
     assert (grpo.after, grpo.versus_previous, grpo.finished) == (None, None, [])
 
 
-def test_the_table_has_a_line_per_arm_and_says_what_is_not_finished(plan):
+def test_the_files_have_every_arm_and_run_and_what_is_not_finished(plan):
     text = write_results(plan, outcomes(plan))
     assert (plan.output / "results.md").read_text() == text
     lines = text.splitlines()
@@ -91,6 +91,13 @@ def test_the_table_has_a_line_per_arm_and_says_what_is_not_finished(plan):
     assert "- grpo, seed 1: not begun, step 0" in lines
     assert "over the seeds (not over prompts" in text
     assert (plan.output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    content = json.loads((plan.output / "results.json").read_text())
+    assert (content["seeds"], content["versions"]) == ([0, 1], {"python": "3.11"})
+    first = content["arms"][1]["runs"][1]
+    assert (content["arms"][1]["name"], first["seed"], first["state"]) == ("overlong_filtering", 1, "finished")
+    assert first["overrides"] == list(plan.of_arm(plan.arms[1])[1].overrides)
+    assert first["curves"]["policy/entropy"] == [[1, 1.0], [2, 0.5], [3, 1 / 3], [4, 0.25]]
+    assert first["curves"]["evaluation/avg_at_k"] == [[0, 0.25], [4, 0.7]]
 
 
 def test_an_evaluation_without_a_score_is_not_replaced_by_an_earlier_one(plan):
@@ -107,23 +114,11 @@ def test_an_evaluation_without_a_score_is_not_replaced_by_an_earlier_one(plan):
             for record in records
         )
     )
-    naive, filtering, *_ = gather(plan, outcomes(plan))
+    results = gather(plan, outcomes(plan))
+    naive, filtering, *_ = results
     assert (naive.after, naive.gain) == (Estimate(0.4), Estimate(pytest.approx(0.15)))
     assert filtering.versus_previous == Estimate(pytest.approx(0.7 - 0.4))
-    assert "- Naive GRPO, seed 0: no accuracy in the last evaluation; it is in no mean" in write_results(
-        plan, outcomes(plan)
-    )
-
-
-def test_the_json_has_every_run_with_overrides_and_all_curves(plan):
-    write_results(plan, outcomes(plan))
-    content = json.loads((plan.output / "results.json").read_text())
-    assert (content["seeds"], content["versions"]) == ([0, 1], {"python": "3.11"})
-    first = content["arms"][1]["runs"][1]
-    assert (content["arms"][1]["name"], first["seed"], first["state"]) == ("overlong_filtering", 1, "finished")
-    assert first["overrides"] == list(plan.of_arm(plan.arms[1])[1].overrides)
-    assert first["curves"]["policy/entropy"] == [[1, 1.0], [2, 0.5], [3, 1 / 3], [4, 0.25]]
-    assert first["curves"]["evaluation/avg_at_k"] == [[0, 0.25], [4, 0.7]]
+    assert "- Naive GRPO, seed 0: no accuracy in the last evaluation; it is in no mean" in markdown(results)
 
 
 def test_a_band_covers_the_steps_that_all_seeds_have():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -196,15 +195,6 @@ def test_inspect_shows_a_row_also_where_prompts_have_another_name(
     path.write_text('{"prompt": "1+1?"}\n')
     assert tool("inspect", path) == 0
     assert capsys.readouterr().out.endswith("first prompt (prompt, template as_is):\n1+1?\n")
-
-
-def test_the_command_line_exits_with_2_and_one_line(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(TOOL), "inspect", str(tmp_path / "absent.parquet")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "does not exist" in done.stderr
 
 
 # Folders -------------------------------------------------------------------------------------------------------------

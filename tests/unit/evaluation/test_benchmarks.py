@@ -2,6 +2,8 @@
 
 import json
 import re
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,13 +23,24 @@ def prompts_of(name):
     return load_prompts(dataset_of(source, TEMPLATE, chat_template=False), build_byte_tokenizer(), 10_000).prompts
 
 
-def wrong(name, items):
-    with AnswerVerifier(2, 5.0, EXTRACTION, numeric_tolerance=BENCHMARKS[name].numeric_tolerance) as verifier:
-        return [item for item, verdict in zip(items, verifier.verify(items), strict=True) if not verdict.correct]
+@pytest.fixture(scope="module")
+def wrong():
+    """`wrong(name, items)`: those whose response is not accepted; the workers that compare serve all tests."""
+    with ExitStack() as stack:
+
+        @cache
+        def verifier(tolerance):
+            return stack.enter_context(AnswerVerifier(2, 5.0, EXTRACTION, numeric_tolerance=tolerance))
+
+        def wrong(name, items):
+            verdicts = verifier(BENCHMARKS[name].numeric_tolerance).verify(items)
+            return [item for item, verdict in zip(items, verdicts, strict=True) if not verdict.correct]
+
+        yield wrong
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="no shared/data beside the repository")
-def test_references_of_the_shared_benchmarks_are_graded_correct_in_every_form():
+def test_references_of_the_shared_benchmarks_are_graded_correct_in_every_form(wrong):
     forms = ("Thus.\n\nAnswer: {}", "It follows that $x = 1$ and so \\boxed{{{}}}.")
     # An equation within an answer line counts as the answer, and a comma between formulas as a list.
     known = {("olympiadbench", forms[0]): 2}
@@ -43,7 +56,7 @@ def test_references_of_the_shared_benchmarks_are_graded_correct_in_every_form():
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="no shared/data beside the repository")
-def test_reference_solutions_are_graded_correct_as_they_are_written():
+def test_reference_solutions_are_graded_correct_as_they_are_written(wrong):
     columns = {"gsm8k": ("gsm8k-test.jsonl", "answer"), "minerva": ("minerva-math.jsonl", "solution")}
     refused = {}
     for name, (file, column) in columns.items():
@@ -57,7 +70,7 @@ def test_reference_solutions_are_graded_correct_as_they_are_written():
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="no shared/data beside the repository")
-def test_the_reference_of_the_next_problem_is_graded_wrong():
+def test_the_reference_of_the_next_problem_is_graded_wrong(wrong):
     for name in ("aime24", "amc23", "math500", "gsm8k"):
         truths = [prompt.ground_truth for prompt in prompts_of(name)]
         items = [(f"Answer: {a}", b) for a, b in zip(truths[1:], truths, strict=False)]

@@ -302,12 +302,6 @@ def test_a_mistake_is_one_line(tool, capsys, arguments, message):
     assert "\n" not in str(caught.value)
 
 
-def test_bad_input_leaves_with_status_2():
-    result = subprocess.run([sys.executable, str(TOOL), "absent.yaml"], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].startswith("error: configuration file absent.yaml does not exist")
-
-
 def test_the_arithmetic_loads_neither_torch_nor_megatron():
     code = (
         "import sys, dapo_mega.planning.estimate, dapo_mega.planning.proposals, dapo_mega.planning.report\n"

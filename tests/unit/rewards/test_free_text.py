@@ -1,5 +1,3 @@
-from contextlib import closing
-
 import pytest
 
 from dapo_mega.rewards import extract_answer
@@ -7,7 +5,13 @@ from dapo_mega.rewards.verifier import AnswerVerifier
 from tests.unit.rewards.growth import growing_too_fast
 
 
-def test_what_is_said_about_an_answer_is_no_part_of_it():
+@pytest.fixture(scope="module")
+def verifier():
+    with AnswerVerifier(1, 5.0, "auto") as verifier:
+        yield verifier
+
+
+def test_what_is_said_about_an_answer_is_no_part_of_it(verifier):
     """Ground truth, response, whether it is right."""
     cases = [
         ("42", "$\\boxed{42}$\n\nNote that the answer is larger than 7.", True),
@@ -88,12 +92,11 @@ def test_what_is_said_about_an_answer_is_no_part_of_it():
         ("17_8", "In base 8 this is 17_8.", True),
         ("4/11", "This is 0.\\overline{36}.", True),
     ]
-    with closing(AnswerVerifier(1, 5.0, "auto")) as verifier:
-        verdicts = verifier.verify([(response, truth) for truth, response, _ in cases])
+    verdicts = verifier.verify([(response, truth) for truth, response, _ in cases])
     assert [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.correct != case[2]] == []
 
 
-def test_the_value_counts_that_a_response_says_again_and_none_that_it_gives_up():
+def test_the_value_counts_that_a_response_says_again_and_none_that_it_gives_up(verifier):
     """Ground truth, response, whether it is right."""
     cases = [
         # The same value again, another one, or a comment.
@@ -182,8 +185,7 @@ def test_the_value_counts_that_a_response_says_again_and_none_that_it_gives_up()
         ("42", "The answer is 42. Hmm, wait, this is wrong.", False),
         ("42", "The answer is 42. Wait, is it right? Yes, it is.", True),
     ]
-    with closing(AnswerVerifier(1, 5.0, "auto")) as verifier:
-        verdicts = verifier.verify([(response, truth) for truth, response, _ in cases])
+    verdicts = verifier.verify([(response, truth) for truth, response, _ in cases])
     assert [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.correct != case[2]] == []
 
 
@@ -285,7 +287,7 @@ def test_an_answer_is_looked_for_after_the_thoughts() -> None:
     assert extract_answer(response, "auto") == "x = 4"
 
 
-def test_bounds_units_and_signs_in_prose_are_part_of_what_it_states() -> None:
+def test_bounds_units_and_signs_in_prose_are_part_of_what_it_states(verifier: AnswerVerifier) -> None:
     """Ground truth, response, whether it is right."""
     cases = [
         ("\\frac{3}{4}", "So the result is ¾.", True),
@@ -399,7 +401,6 @@ def test_bounds_units_and_signs_in_prose_are_part_of_what_it_states() -> None:
         ("42", "We could not determine the answer; one might guess that it is 42, which is not shown.", False),
         ("100 \\text{ m}", "100 feet", False),
     ]
-    with closing(AnswerVerifier(1, 5.0, "auto")) as verifier:
-        verdicts = verifier.verify([(response, truth) for truth, response, _ in cases])
+    verdicts = verifier.verify([(response, truth) for truth, response, _ in cases])
     wrong = [case for case, verdict in zip(cases, verdicts, strict=True) if verdict.correct != case[2]]
     assert wrong == []
