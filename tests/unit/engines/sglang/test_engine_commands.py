@@ -118,6 +118,31 @@ def test_sglang_does_not_log_its_arguments_among_which_the_key_is():
     assert options(command(NODE, 0, KEY_FILE))["--log-level"] == "warning"
 
 
+_FULL = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}
+_KINDS = ["linear_attention", "linear_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.75}}, {"partial_rotary_factor": 0.75}),
+        ({"model_type": "phi3", "rope_scaling": None, "partial_rotary_factor": 0.75}, None),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"full_attention": _FULL}},
+            {"rope_theta": 500.0, "rope_scaling": _FULL},
+        ),
+        ({"model_type": "olmo3", "rope_theta": 500.0, "rope_scaling": _FULL}, None),
+        ({"model_type": "qwen3_next", "layer_types": _KINDS}, {"full_attention_interval": 3}),
+        ({"model_type": "qwen3_next", "layer_types": _KINDS, "full_attention_interval": 3}, None),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": _FULL}}, None),
+    ],
+)
+def test_sglang_is_told_what_it_does_not_read_in_the_form_of_transformers_5(tmp_path, config, told):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = options(command(replace(NODE, model=tmp_path), 0, KEY_FILE))
+    assert json.loads(arguments.get("--json-model-override-args", "null")) == told
+
+
 @pytest.mark.parametrize("blocks", [None, [64, 64]])
 def test_fp8_needs_a_checkpoint_whose_weights_can_be_updated(tmp_path, blocks):
     node = replace(NODE, host="127.0.0.1", port=free_port(), num_engines=1, model=tmp_path, dtype="fp8")
