@@ -187,6 +187,10 @@ def command(node: Node, engine: int, key_path: Path) -> list[str]:
 def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment variables."""
     variables = {**inherited, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if (
+        node.dtype == "fp32"
+    ):  # Gated delta layers would round the last tokens' inputs of their convolutions to bfloat16.
+        variables.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if node.gpus:
         if node.colocated:
             # CUDA IPC names memory by GPU number, so trainer and engine must number the GPUs alike.

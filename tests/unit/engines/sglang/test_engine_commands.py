@@ -55,6 +55,11 @@ def test_without_gpus_engines_run_on_the_cpu_in_bounded_memory():
     assert "--device" not in command(NODE, 0, KEY_FILE)
 
 
+def test_only_engines_in_float32_keep_convolved_inputs_in_it():
+    dtypes = {dtype: environment(replace(NODE, dtype=dtype), 0, {}) for dtype in ("fp32", "bf16")}
+    assert [dtypes[dtype].get("SGLANG_MAMBA_CONV_DTYPE") for dtype in ("fp32", "bf16")] == ["float32", None]
+
+
 def test_deterministic_engines_on_the_cpu_compute_prompts_one_by_one():
     node = replace(NODE, gpus=(), extra=("--enable-deterministic-inference",))
     assert options(command(node, 0, KEY_FILE))["--prefill-max-requests"] == "1"
