@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dapo_mega.atomic_files import read_json_object
 from dapo_mega.errors import FleetError, InputError
@@ -146,6 +146,20 @@ def _has_fp8_blocks(model: Path) -> bool:
     return isinstance(quantization, dict) and quantization.get("weight_block_size") == [128, 128]
 
 
+def _restated(file: Path) -> dict[str, Any]:
+    """What transformers 5 writes into config.json in another form than SGLang 0.5.23 reads it in, in SGLang's."""
+    config = read_json_object(file) if file.is_file() else {}
+    rope, kinds = config.get("rope_parameters") or {}, config.get("layer_types") or []
+    found: dict[str, Any] = {}
+    if "partial_rotary_factor" in rope:  # Phi-4-mini.
+        found["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if config.get("model_type") == "olmo3" and (full := rope.get("full_attention")):
+        found |= {"rope_theta": full.get("rope_theta"), "rope_scaling": full}
+    if "linear_attention" in kinds and "full_attention" in kinds:  # Qwen3-Next, Qwen3.5.
+        found["full_attention_interval"] = kinds.index("full_attention") + 1
+    return {name: value for name, value in found.items() if name not in config}
+
+
 def command(node: Node, engine: int, key_path: Path) -> list[str]:
     """The engine's command line. SGLang reads the key at `key_path`, as all users of a machine see command lines."""
     arguments = ["--config", str(key_path), "--model-path", str(node.model), "--tp-size", str(node.tp_size)]
@@ -155,6 +169,8 @@ def command(node: Node, engine: int, key_path: Path) -> list[str]:
     if not node.gpus:
         arguments += _CPU_ARGUMENTS
         arguments += _CPU_DETERMINISTIC_ARGUMENTS if DETERMINISTIC in node.extra else []
+    if overrides := _restated(node.model / "config.json"):
+        arguments += ["--json-model-override-args", json.dumps(overrides)]
     if not node.with_text:
         arguments += ["--skip-tokenizer-init"]
     if node.lora_rank:
@@ -171,6 +187,10 @@ def command(node: Node, engine: int, key_path: Path) -> list[str]:
 def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment variables."""
     variables = {**inherited, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if (
+        node.dtype == "fp32"
+    ):  # Gated delta layers would round the last tokens' inputs of their convolutions to bfloat16.
+        variables.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if node.gpus:
         if node.colocated:
             # CUDA IPC names memory by GPU number, so trainer and engine must number the GPUs alike.

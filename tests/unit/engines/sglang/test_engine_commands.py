@@ -55,6 +55,11 @@ def test_without_gpus_engines_run_on_the_cpu_in_bounded_memory():
     assert "--device" not in command(NODE, 0, KEY_FILE)
 
 
+def test_only_engines_in_float32_keep_convolved_inputs_in_it():
+    dtypes = {dtype: environment(replace(NODE, dtype=dtype), 0, {}) for dtype in ("fp32", "bf16")}
+    assert [dtypes[dtype].get("SGLANG_MAMBA_CONV_DTYPE") for dtype in ("fp32", "bf16")] == ["float32", None]
+
+
 def test_deterministic_engines_on_the_cpu_compute_prompts_one_by_one():
     node = replace(NODE, gpus=(), extra=("--enable-deterministic-inference",))
     assert options(command(node, 0, KEY_FILE))["--prefill-max-requests"] == "1"
@@ -116,6 +121,31 @@ def test_the_router_gets_the_key_where_no_list_of_processes_shows_it(tmp_path):
 
 def test_sglang_does_not_log_its_arguments_among_which_the_key_is():
     assert options(command(NODE, 0, KEY_FILE))["--log-level"] == "warning"
+
+
+_FULL = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}
+_KINDS = ["linear_attention", "linear_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.75}}, {"partial_rotary_factor": 0.75}),
+        ({"model_type": "phi3", "rope_scaling": None, "partial_rotary_factor": 0.75}, None),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"full_attention": _FULL}},
+            {"rope_theta": 500.0, "rope_scaling": _FULL},
+        ),
+        ({"model_type": "olmo3", "rope_theta": 500.0, "rope_scaling": _FULL}, None),
+        ({"model_type": "qwen3_next", "layer_types": _KINDS}, {"full_attention_interval": 3}),
+        ({"model_type": "qwen3_next", "layer_types": _KINDS, "full_attention_interval": 3}, None),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": _FULL}}, None),
+    ],
+)
+def test_sglang_is_told_what_it_does_not_read_in_the_form_of_transformers_5(tmp_path, config, told):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = options(command(replace(NODE, model=tmp_path), 0, KEY_FILE))
+    assert json.loads(arguments.get("--json-model-override-args", "null")) == told
 
 
 @pytest.mark.parametrize("blocks", [None, [64, 64]])
