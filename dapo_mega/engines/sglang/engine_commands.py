@@ -187,9 +187,7 @@ def command(node: Node, engine: int, key_path: Path) -> list[str]:
 def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment variables."""
     variables = {**inherited, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    if (
-        node.dtype == "fp32"
-    ):  # Gated delta layers would round the last tokens' inputs of their convolutions to bfloat16.
+    if node.dtype == "fp32":  # Else gated delta layers keep inputs of convolutions in bfloat16.
         variables.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if node.gpus:
         if node.colocated:
