@@ -76,6 +76,14 @@ class Admission:
         """Whether a step must wait, though it has its groups, as a round is answered as a whole."""
         return self.schedule == "synchronous" and in_flight > 0
 
+    def oldest_version(self, version: int) -> int:
+        """The oldest weights whose tokens the step that starts from weights of `version` may train on."""
+        return version - self.max_staleness
+
+    def is_starved(self, counts: Counts) -> bool:
+        """Whether a step that lacks groups, and has just submitted what it may, waits in vain."""
+        return counts.in_flight == 0
+
     def while_a_step_waits(self, counts: Counts, first_round: int, version: int) -> int:
         """Prompts to submit in the step that starts from weights of `version`."""
         if self.schedule == "partial":

@@ -184,7 +184,7 @@ class Collector:
         self._start(complete)
         while not all(group.result for group in complete) and (not self._asks_ahead or self._lacks_groups()):
             await self._more_found(stats)
-        oldest = version - admission.max_staleness  # Of the weights whose tokens the step may train on.
+        oldest = admission.oldest_version(version)
         expired = [g for g in self._open.values() if not g.is_complete and g.oldest_version(self._engine.open) < oldest]
         self._give_up(expired)
         self._counted += expired
@@ -193,7 +193,7 @@ class Collector:
         first_round = admission.first_round(len(self.buffer))
         while self._lacks_groups() or admission.is_round_running(len(self._open)):
             self._ask(admission.while_a_step_waits(self._counts(), first_round, version))
-            if not self._open:  # The step has just asked for what it may.
+            if admission.is_starved(self._counts()):
                 raise StarvedError(self._starvation(stats))
             await self._more_found(stats)
 
