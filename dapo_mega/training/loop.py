@@ -110,8 +110,14 @@ def learn(run: TrainingRun, groups: Sequence[Group], collected: Metrics) -> Metr
     if run.recorder:
         with run.timers.stage("samples"):
             record_step(run, groups, updated.updates)
-    metrics = {**collected, **scored, **updated.metrics}
-    metrics |= {f"batch/{name}": value for name, value in asdict(stats).items()}
+    metrics = {
+        **collected,
+        **scored,
+        **updated.metrics,
+        "batch/packing_efficiency": stats.packing_efficiency,
+        "batch/budget_fill": stats.budget_fill,
+        "batch/rank_imbalance": stats.rank_imbalance,
+    }
     adapt_entropy_bonus(run.entropy, run.config, metrics)
     complete_step(run, metrics)
     return metrics
