@@ -15,6 +15,7 @@ from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.rewards import ComposedReward, Score, ScoringFailure, WeightedReward
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rewards.sandbox import seccomp
+from dapo_mega.rollout.collector import Collector
 from dapo_mega.rollout.scoring import ResponseScorer
 from tests.unit.rewards.local_server import serving
 from tests.unit.rollout.scripted import DrivenCollector, ScriptedEngine
@@ -171,7 +172,7 @@ def test_a_stop_does_not_wait_for_a_reward_that_hangs_and_loses_no_group(make_co
     engine.check_stop = check_stop
     with pytest.raises(StopRequested):
         stopped.collect(0)
-    values, arrays = stopped.state()
+    values, arrays = Collector.state(stopped)  # At once: scripted ones wait for what is being scored.
     hanging.stop.set()
     resumed.load_state(json.loads(json.dumps(values)), arrays)
     for _ in range(2):
