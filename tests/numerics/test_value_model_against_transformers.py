@@ -22,7 +22,12 @@ from tests.distributed.tiny import FAMILIES, FAMILY_MODELS, make_model, make_sam
 
 # Where a policy's tied output layer would be a value model has its head.
 KINDS = (*FAMILIES, "qwen2, tied")
-CLASSIFIERS = [name for name in KINDS if families()[name.split(",")[0]].has_token_classifier]
+CLASSIFIERS = [
+    name
+    for name in KINDS
+    for kind in (name.split(",")[0],)
+    if (families().get(kind) or families()[f"{kind}_text"]).has_token_classifier
+]
 
 
 @pytest.fixture(scope="module")
