@@ -172,6 +172,7 @@ def test_under_torchrun_the_line_comes_last_and_the_status_is_kept(tmp_path):
         env={**environment, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert result.returncode == 1
+    assert f'File "{script}"' not in result.stderr
     assert result.stderr.count("Traceback") <= 1, result.stderr
     assert "exitcode  : 2 " in result.stderr
     assert result.stderr.count("error: the prompts are others") == 2
