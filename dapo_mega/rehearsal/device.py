@@ -1,0 +1,225 @@
+"""A device whose tensors have shapes, types and storages, and mostly no values: torch's "meta".
+
+Tensors of the host are real. Inside of `PretendedDevice` an operation on tensors of the device allocates nothing and is
+counted: its bytes, its floating-point operations. Values that come from the host (tokens, masks, lengths) and what is
+computed of such values alone stay known, so that shapes which depend on them are right; of all others a reader gets
+ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from dapo_mega.rehearsal.places import place
+
+DEVICE: Final = torch.device("meta")
+
+_LARGEST_KNOWN = 2**23
+_NOTED = 1.002
+"""What the peak is made of is noted again when it has grown so much."""
+_aten = torch.ops.aten
+
+
+class UnknownValues(RuntimeError):
+    """A shape depends on values that the device does not have."""
+
+
+class PretendedDevice(TorchDispatchMode):
+    """Counts what is held and computed.
+
+    `live` are the bytes of each kind of memory that is allocated under that name of `holding`; `peak` their sum at the
+    most, `at_peak` the kinds and `where` the operation and the place in the code at that moment; `flops` counts
+    multiplications and additions apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = "other"
+        self.live: Counter[str] = Counter()
+        self.flops = 0
+        self._kinds: dict[int, tuple[str, int]] = {}
+        self.forget_peak()
+
+    # ---- memory ----
+
+    def forget_peak(self) -> None:
+        """From now on `peak` is that of what follows."""
+        self.peak = self.live.total()
+        self.at_peak, self.where = dict(self.live), ("", "")
+        self._total = self._noted = self.peak
+
+    @contextmanager
+    def holding(self, kind: str) -> Iterator[None]:
+        """What is allocated in this block is of this kind."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def call_it(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """These tensors' memory is of this kind."""
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key in self._kinds:
+                old, size = self._kinds[key]
+                self.live[old] -= size
+                self.live[kind] += size
+                self._kinds[key] = (kind, size)
+
+    def _hold(self, tensor: Tensor, func: Any) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._kinds:
+            kind, known = self._kinds[key]
+            if known != size:  # A storage that was resized: emptied, or filled again.
+                self._kinds[key] = (kind, size)
+                self.live[kind] += size - known
+                self._total += size - known
+        else:
+            self._kinds[key] = (self.kind, size)
+            self.live[self.kind] += size
+            self._total += size
+            weakref.finalize(storage, self._release, key)
+        if self._total > self.peak:
+            self.peak = self._total
+            if self._total > _NOTED * self._noted:
+                self._noted, self.at_peak = self._total, dict(self.live)
+                self.where = (str(func), place(sys._getframe(2)))
+
+    def _release(self, key: int) -> None:
+        kind, size = self._kinds.pop(key)
+        self.live[kind] -= size
+        self._total -= size
+
+    # ---- values ----
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """A tensor of the device on the host: what is known of it, otherwise ones."""
+        known = known_of(tensor)
+        return torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known.clone()
+
+    # ---- operations ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_here = any(tensor.is_meta for tensor in tensors)
+        device = kwargs.get("device")
+        if not is_here and device != DEVICE:
+            return func(*args, **kwargs)
+        if is_here:
+            if func is _aten._local_scalar_dense.default:
+                return self.read(args[0]).item()
+            if func is _aten._to_copy.default and device is not None and device != DEVICE:
+                return func(self.read(args[0]), **kwargs)
+            if func is _aten.copy_.default and not args[0].is_meta:
+                return func(args[0], self.read(args[1]))
+        known = _known_result(func, args, kwargs, tensors)
+        if is_here:
+            args, kwargs = _with_known_shapes(func, args, kwargs)
+        result = self._run(func, args, kwargs, known)
+        for tensor, value in _pairs(result, known):
+            if isinstance(tensor, Tensor):
+                self._hold(tensor, func)
+                tensor.known = value  # type: ignore[attr-defined]
+        self._count(func, args, kwargs, result)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any, known: Any) -> Any:
+        if func in _SHAPED_BY_VALUES:
+            if known is None:
+                raise UnknownValues(f"{func} gives a tensor whose size depends on values that no rehearsal has")
+            return torch.empty(known.shape, dtype=known.dtype, device=DEVICE)
+        if func is _aten.masked_select.default:
+            mask = known_of(args[1])
+            if mask is None:
+                raise UnknownValues(f"{func} by a mask that no rehearsal has")
+            return torch.empty(int(mask.sum()), dtype=args[0].dtype, device=DEVICE)
+        return func(*args, **kwargs)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.flops += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+        elif func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.flops += sdpa_backward_flop_count(args[0].shape, *(tensor.shape for tensor in args[1:4]))
+        elif formula := flop_registry.get(func._overloadpacket):
+            self.flops += formula(*args, **kwargs, out_val=result)
+
+
+_SHAPED_BY_VALUES = {_aten.nonzero.default, _aten.repeat_interleave.Tensor, _aten._unique2.default}
+_WITHOUT_VALUES = {_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full, _aten.randn, _aten.rand}
+
+
+def known_of(tensor: Tensor) -> Tensor | None:
+    """The values of a tensor: of the host's all, of the device's if they are known."""
+    return getattr(tensor, "known", None) if tensor.is_meta else tensor
+
+
+def _known_result(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    """What the operation gives on known values, if it is of such only."""
+    values = [known_of(tensor) for tensor in tensors]
+    if any(value is None for value in values) or sum(value.numel() for value in values if value is not None) > _LARGEST_KNOWN:
+        return None
+    if not tensors and func._overloadpacket in _WITHOUT_VALUES:
+        return None
+
+    def to_host(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return known_of(leaf)
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = torch.utils._pytree.tree_map(to_host, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _with_known_shapes(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Masks among the indices become the positions that they choose."""
+    if func not in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default):
+        return args, kwargs
+    indices: list[Any] = []
+    for index in args[1]:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            mask = known_of(index)
+            if mask is None:
+                raise UnknownValues(f"{func} by a mask that no rehearsal has")
+            indices += mask.nonzero().unbind(1)
+        else:
+            indices.append(index)
+    return (args[0], indices, *args[2:]), kwargs
+
+
+def _pairs(result: Any, known: Any) -> Iterator[tuple[Any, Any]]:
+    leaves = tree_leaves(result)
+    values = tree_leaves(known) if known is not None else [None] * len(leaves)
+    return zip(leaves, values, strict=True)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's scaled_dot_product_attention with the kernel that it takes on a CPU, which keeps no scores."""
+    mask = attn_mask
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = kernel(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+    return output
