@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -28,6 +28,12 @@ class GroupName(NamedTuple):
     purpose: str
     ranks: tuple[int, ...]
     number: int
+
+    def describe(self) -> str:
+        """Such as "tensor model parallel group of 4 ranks (0, 1, 2, ...)"."""
+        first = ", ".join(map(str, self.ranks[:3])) + (", ..." if len(self.ranks) > 3 else "")
+        purpose = self.purpose.removesuffix("_GROUP").replace("_", " ").lower() or "project's own"
+        return f"{purpose} group of {len(self.ranks)} ranks ({first})"
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,8 @@ class Event:
         """Such as "all_reduce of [64] float32 in TENSOR_MODEL_PARALLEL_GROUP of 4 ranks, at file:line"."""
         sizes = ", ".join(map(str, self.sizes[:4])) + (", ..." if len(self.sizes) > 4 else "")
         peer = "" if self.peer is None else f", rank {self.peer}"
-        purpose = self.group.purpose.removesuffix("_GROUP").lower() or "own"
         of = str(self.dtype).removeprefix("torch.")
-        return f"{self.operation} of [{sizes}] {of} in the {purpose} group of {len(self.group.ranks)}{peer}, at {self.place}"
+        return f"{self.operation} of [{sizes}] {of} in the {self.group.describe()}{peer}, at {self.place}"
 
     @property
     def has_values(self) -> bool:
@@ -254,9 +259,13 @@ class Group(dist.ProcessGroup):
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
         event = self._note("receive", tensors, source)
-        if event.has_values:
-            return _Receiving(lambda: _put(tensors[0], self.world.exchange.receive(event, tag)))
-        return _Done()
+
+        def receive() -> None:
+            self.world.events.append(replace(event, operation="wait"))
+            if event.has_values:
+                _put(tensors[0], self.world.exchange.receive(event, tag))
+
+        return _Receiving(receive)
 
 
 def known_values(tensor: Tensor) -> Tensor | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from dapo_mega.rehearsal.places import place
 
@@ -150,14 +150,20 @@ class PretendedDevice(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
-            self.flops += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
-        elif func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-            self.flops += sdpa_backward_flop_count(args[0].shape, *(tensor.shape for tensor in args[1:4]))
+        if func in _ATTENTION:
+            # Of a backward pass the four products of its gradients; what a kernel computes again is not counted. Each
+            # query of a causal attention sees the keys before it.
+            shapes, passes = [tensor.shape for tensor in args[_ATTENTION[func] :][:3]], 1 + _ATTENTION[func]
+            self.flops += int(passes * sdpa_flop_count(*shapes) * (1 - shapes[0][2] / shapes[1][2] / 2))
         elif formula := flop_registry.get(func._overloadpacket):
             self.flops += formula(*args, **kwargs, out_val=result)
 
 
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 0,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 1,
+}
+"""The place of queries, keys and values among the arguments."""
 _SHAPED_BY_VALUES = {_aten.nonzero.default, _aten.repeat_interleave.Tensor, _aten._unique2.default}
 _WITHOUT_VALUES = {_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full, _aten.randn, _aten.rand}
 

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from dapo_mega.megatron.processes import start_processes
 from dapo_mega.models import Architecture, ModelFamily, stored_model
 from dapo_mega.models.hf_checkpoint import TensorSource, TensorSpec, all_tensors
 from dapo_mega.models.hf_shapes import hf_shape
-from dapo_mega.rehearsal.communication import World
+from dapo_mega.megatron.trained_model import TrainedModel
+from dapo_mega.rehearsal.communication import Event, World
 from dapo_mega.rehearsal.device import DEVICE, PretendedDevice, attention
 from dapo_mega.training.trainer import Trainer
 
@@ -65,15 +66,105 @@ class WithoutValues:
         return torch.empty(spec.shape, dtype=spec.dtype, device=DEVICE)
 
 
-def rehearse(config: RunConfig, world: World, samples: FlatSamples) -> PretendedDevice:
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that a phase held at once, of what kinds, and in which operation at which place in the code."""
+
+    num_bytes: int
+    kinds: Mapping[str, int]
+    operation: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a rank did: the communications in their order, and of each phase the peak of memory and the floating-point
+    operations. `always` are the bytes of parameters, gradients and optimizer."""
+
+    events: list[Event]
+    peaks: Mapping[str, Peak]
+    flops: Mapping[str, int]
+    always: Mapping[str, int]
+    num_micro_batches: int
+
+
+def rehearse(config: RunConfig, world: World, samples: FlatSamples | None) -> Played:
+    """One step of the run as this rank: build, take samples (of rank 0), score, update, gather weights."""
     os.environ |= {"WORLD_SIZE": str(world.size), "RANK": str(world.rank)}
     world.start()
+    _pretend()
+    trainer = _Alone(config, start_processes(config.parallel, config.seed))
+    device = PretendedDevice()
+    peaks: dict[str, Peak] = {}
+    flops: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        gc.collect()
+        device.forget_peak()
+        world.phase, before = name, device.flops
+        with device.holding("temporary" if name == "weights" else "activations"):
+            yield
+        peaks[name] = Peak(device.peak, device.at_peak, *device.where)
+        flops[name] = device.flops - before
+
+    with device, _parameters_are_there():
+        with device.holding("parameters"):
+            trainer.build(with_engines=False)
+        models = [model for model in (trainer.policy, trainer.critic) if model]
+        for model in models:
+            device.call_it("gradients", gradient_buffers(model.chunks))
+            device.call_it("optimizer", _main_weights(model))
+        with phase("take"):
+            planned = None
+            if samples is not None:
+                planned = plan_samples(
+                    samples,
+                    trainer.policy.packing_layout,
+                    token_budget=config.batch.tokens_per_microbatch,
+                    groups_per_update=config.batch.mini_batch_groups,
+                    whole_trajectories=needs_whole_trajectories(config),
+                )
+            trainer._take(Own(planned))
+        with phase("score"):
+            scores = trainer.score(0)
+            if scores.penalties is not None:
+                trainer.set_advantages(np.zeros_like(scores.penalties))
+        for name in ("first update", "update"):
+            with phase(name):
+                trainer.update(0.0)
+            for model in models:
+                device.call_it("optimizer", optimizer_state(model.optimizer))
+        always = {kind: device.live[kind] for kind in ("parameters", "gradients", "optimizer")}
+        with phase("weights"):
+            for bucket in trainer.policy.weights(config.weight_sync.bucket_bytes):
+                for _ in bucket.tensors or ():
+                    pass
+    counts = [len(mini_batch) for mini_batch in trainer._batch.mini_batches]
+    return Played(world.events, peaks, flops, always, counts[0])
+
+
+class _Alone(Trainer):
+    """A trainer whose commands are calls: every rank that is rehearsed calls them by itself."""
+
+    def command(self, method: Any, arguments: Any, named: Any) -> list[Any]:
+        return [method(self, *arguments, **named)]
+
+
+def _main_weights(model: TrainedModel) -> Iterator[Tensor]:
+    """The optimizer's own copies of the weights."""
+    own = {parameter.untyped_storage()._cdata for chunk in model.chunks for parameter in chunk.parameters()}
+    return (tensor for tensor in optimizer_state(model.optimizer) if tensor.untyped_storage()._cdata not in own)
+
+
+def _pretend() -> None:
+    """Let this process build as for a GPU, on a device without values."""
     accelerator.device = lambda: DEVICE
     cpu_accelerator._CPU = DEVICE
     torch.nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
     logprobs._kernels_for = lambda logits: _Kernels  # type: ignore[assignment,return-value]
     fused_logprobs.CHUNK_BYTES["meta"] = fused_logprobs.CHUNK_BYTES["cuda"]
-    processes = start_processes(config.parallel, config.seed)
+    cpu_accelerator.install()
     make = torch.tensor
 
     def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -86,36 +177,6 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples) -> Pretended
     torch.tensor = tensor
     of_megatron: Any = cpu_accelerator._torch_for_megatron
     of_megatron.tensor = cpu_accelerator.redirected(tensor)
-    trainer = Trainer(config, processes)
-    trainer._is_alone = True
-    device = PretendedDevice()
-    with device, _parameters_are_there():
-        with device.holding("parameters"):
-            world.phase = "build"
-            trainer.build(with_engines=False)
-        device.call_it("gradients", gradient_buffers(trainer.policy.chunks))
-        world.phase = "scatter"
-        planned = plan_samples(
-            samples,
-            trainer.policy.packing_layout,
-            token_budget=config.batch.tokens_per_microbatch,
-            groups_per_update=config.batch.mini_batch_groups,
-            whole_trajectories=needs_whole_trajectories(config),
-        )
-        trainer._take(Own(planned if world.rank == 0 else None))
-        world.phase = "score"
-        gc.collect()
-        device.forget_peak()
-        device.kind = "activations"
-        trainer.score(0)
-        print("score", device.peak / 2**30, device.where, {k: round(v / 2**30, 2) for k, v in device.at_peak.items()}, device.flops / 1e12, flush=True)
-        world.phase = "update"
-        for _ in range(2):
-            device.forget_peak()
-            trainer.update(0.0)
-            print("update", device.peak / 2**30, device.where, {k: round(v / 2**30, 2) for k, v in device.at_peak.items()}, device.flops / 1e12, flush=True)
-            device.call_it("optimizer", optimizer_state(trainer.policy.optimizer))
-    return device
 
 
 @contextlib.contextmanager
@@ -175,11 +236,11 @@ def without_values(config: RunConfig, folder: Path) -> Iterator[RunConfig]:
         stored_model.open_source = original
 
 
-def synthetic_samples(num_groups: int, group_size: int, length: int, prompt: int) -> FlatSamples:
-    """Groups of equally long samples."""
-    ids = np.ones(length, np.int32)
+def synthetic_samples(num_samples: int, group_size: int, length: int, prompt: int) -> FlatSamples:
+    """Groups of equally long samples, all of whose tokens behind the prompt are scored."""
+    ids, logprobs = np.ones(length, np.int32), np.full(length - prompt, -1.0, np.float32)
     samples = [
-        single_turn(ids[:prompt], ids[prompt:], np.full(length - prompt, -1.0, np.float32), advantage=(-1.0) ** i, sample_id=i)
-        for i in range(num_groups * group_size)
+        single_turn(ids[:prompt], ids[prompt:], logprobs, advantage=(-1.0) ** number, sample_id=number)
+        for number in range(num_samples)
     ]
-    return flatten(samples, groups=[i // group_size for i in range(len(samples))])
+    return flatten(samples, groups=[number // group_size for number in range(num_samples)])
