@@ -48,8 +48,7 @@ def test_a_wrong_argument_is_refused_before_the_cold_start(output, argument, lin
 
 @pytest.mark.timeout(1800)
 def test_dapo_lifts_accuracy_by_40_points(output):
-    # Alone a process fine-tunes in 70 % of two's processor time.
-    result = quickstart(output, "--processes", "1", *FEWER_STEPS)
+    result = quickstart(output, "--sft-steps", "600", *FEWER_STEPS)  # Half of them end at the same loss.
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     records = read_metrics(output / "dapo" / "metrics.jsonl")
     before, after = records[0], records[-1]
@@ -61,10 +60,3 @@ def test_dapo_lifts_accuracy_by_40_points(output):
     assert f"tensorboard --logdir '{output}/dapo/tensorboard'" in result.stdout
     assert str(output / "curves.png") in result.stdout
     assert re.search(rf"finished \d+ steps, loss 3\.\d+ -> 0\.\d+; the model: {output}/sft/hf;", result.stdout)
-    # By default it runs in two processes, and goes on from what is there.
-    no_evaluations = ("evaluation.at_start=false", "evaluation.at_end=false")
-    again = quickstart(output, f"output_dir={output}/again", "num_steps=1", *no_evaluations)
-    assert again.returncode == 0, (again.stdout + again.stderr)[-4000:]
-    assert "sft already holds a model fine-tuned for" in again.stdout
-    (record,) = [record for record in read_metrics(output / "again" / "metrics.jsonl") if record["step"]]
-    assert record["rollout/logprob_abs_diff_max"] < 1e-3
