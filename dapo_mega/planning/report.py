@@ -190,7 +190,7 @@ def _engine_lines(plan: Estimate) -> Iterator[str]:
             f"  {generated.rows} responses at once per engine"
             + (f" in {generated.cache_bytes / GIB:.1f} GiB of cache per GPU" if not engine.is_embedded else "")
             + f", {seconds(generated.tokens_per_second)} tokens/s; one round of decoding about "
-            f"{seconds(generated.seconds)} s (assumed: reading weights and cache sets the pace; prefill left out)"
+            f"{seconds(generated.seconds)} s"
         )
         if not engine.is_embedded and not engine.is_colocated:
             most = most_useful_engines(workload, generated.rows)
@@ -270,8 +270,8 @@ def _time_lines(plan: Estimate) -> Iterator[str]:
         f"step time without generation: {seconds(time.total)} s = {seconds(time.scoring)} scoring + "
         f"{seconds(time.updates)} updates + {seconds(time.bubble)} bubble + {seconds(time.communication)} "
         f"communication not hidden + {seconds(time.weights)} weights to engines"
-        + (f" + {seconds(time.besides)} besides (--calibrate)" if time.besides else "")
-        + f"; with one round of generation {seconds(time.total + plan.generation.seconds)} s"
+        f" + {seconds(time.besides)} besides; with one round of generation "
+        f"{seconds(time.total + plan.generation.seconds)} s"
     )
     yield from assumed_lines(plan)
 
