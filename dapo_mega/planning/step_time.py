@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # (github.com/QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst).
 ENGINE_LAYER_S = 110e-6
 EAGER_LAYER_S = 800e-6
+# The least that a response of a decoding step takes on the engine's CPU, by the 9.1 s that 5,760 responses of at most 1,024
+# tokens of Qwen3-0.6B took 16 H200 (verl's figure in github.com/THUDM/slime/issues/385).
+RESPONSE_S = 15e-6
 # Rewards, filter, packing and hand-over of a step, measured on one H100 (tools/benchmarks/README.md).
 STEP_S = 0.15
 
@@ -225,7 +228,7 @@ def decoding_speed(
     placement: RankLayout, engine: EngineLayout, machine: Machine, cached_tokens: float, places: int
 ) -> DecodingSpeed:
     """Of an engine whose responses have `cached_tokens` tokens on average. A step reads all weights but those of the
-    inputs' embedding; a response costs its keys and values, or its operations where these take longer."""
+    inputs' embedding; a response costs its keys and values, its operations, or the CPU's work: what takes longest."""
     arch, measured = placement.arch, machine.calibration
     embedding = 0 if arch.tied_embeddings else arch.vocab_size * arch.hidden_size
     element = DTYPE_BYTES["bf16" if engine.dtype == "fp8" else engine.dtype]
@@ -234,9 +237,10 @@ def decoding_speed(
     # The newest token sees all others, twice as many as the mean one of a sequence.
     operations = token_flops(placement, 2 * cached_tokens) / engine.tensor
     cached = cache_bytes_per_token(placement, engine) * cached_tokens
+    per_response_s = max(cached / machine.reached_memory_rate, operations / machine.reached_flops, RESPONSE_S)
     return DecodingSpeed(
         (layers_s + weights / machine.reached_memory_rate) * measured.decoding_base,
-        max(cached / machine.reached_memory_rate, operations / machine.reached_flops) * measured.decoding_per_response,
+        per_response_s * measured.decoding_per_response,
         places,
     )
 
