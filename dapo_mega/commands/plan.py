@@ -1,12 +1,12 @@
 """Plan a run: estimate GPU memory, communication and time of a configuration's layout, without a GPU.
 
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpus 32 --engine-tensor 4
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml --gpus 96 --propose
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml --total-gpus 128
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml --total-gpus 128 --simulate
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml compute.recompute=full --engine-gpus 32 --engine-tensor 4
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --gpus 96 --propose
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --total-gpus 128
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --total-gpus 128 --simulate
 dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --kept-share 0.4
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml --scaling 16:4096 --output scaling.png
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --scaling 16:4096 --output scaling.png
 dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --calibrate runs/earlier --timelines simulated
 
 Engines are planned where rollout.placement puts them: embedded in the trainer's processes, fleet on GPUs of their own
@@ -197,7 +197,12 @@ def _parser() -> argparse.ArgumentParser:
         ("--memory-gbps", float, 3350.0, "GB/s of a GPU's memory"),
         ("--memory-share", float, 0.8, "share of that bandwidth that decoding and elementwise kernels reach"),
         ("--engine-gpus", int, None, "GPUs of a fleet's engines (default: from rollout.fleet)"),
-        ("--engine-tensor", int, None, "tensor-parallel size of an engine (default: the weights take half of a GPU)"),
+        (
+            "--engine-tensor",
+            int,
+            None,
+            "GPUs of an engine (default: from rollout.fleet, else so many that its weights take half of each)",
+        ),
     )
     for name, kind, default, text in numbers:
         add(name, type=kind, default=default, help=f"{text}" + (f" ({default:g})" if default else ""))
@@ -290,5 +295,6 @@ def _check_engines(options: argparse.Namespace, config: RunConfig) -> None:
             "--engine-gpus is for GPUs of the engines' own, and rollout.placement=colocated uses the trainer's; leave "
             "it out, or add rollout.placement=fleet"
         )
+    tensor = tensor or config.rollout.fleet.engine_tensor
     if num_gpus and num_gpus % (tensor or 1):
         raise InputError(f"--engine-gpus={num_gpus} must be a multiple of --engine-tensor={tensor}")

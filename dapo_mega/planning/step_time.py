@@ -16,13 +16,13 @@ from dapo_mega.planning.workload import Workload
 if TYPE_CHECKING:
     from dapo_mega.models import Architecture
 
-# Seconds that a layer takes however small it is: in a decoding step with CUDA graphs, and in a forward pass that launches
-# kernels one by one. Those of vLLM and transformers on one A100, by what Qwen2.5-0.5B and 7B take for a token
-# (github.com/QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst).
+# Seconds that a layer takes however small it is: in a decoding step with CUDA graphs, and in a forward pass that
+# launches its kernels one by one. Those of vLLM and transformers on one A100, by what Qwen2.5-0.5B and 7B take for a
+# token (github.com/QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst).
 ENGINE_LAYER_S = 110e-6
 EAGER_LAYER_S = 800e-6
-# The least that a response of a decoding step takes on the engine's CPU, by the 9.1 s that 5,760 responses of at most 1,024
-# tokens of Qwen3-0.6B took 16 H200 (verl's figure in github.com/THUDM/slime/issues/385).
+# The least that a response of a decoding step takes on the engine's CPU, by the 9.1 s that 16 H200 took for 5,760
+# responses of at most 1,024 tokens of Qwen3-0.6B (verl's figure in github.com/THUDM/slime/issues/385).
 RESPONSE_S = 15e-6
 # Rewards, filter, packing and hand-over of a step, measured on one H100 (tools/benchmarks/README.md).
 STEP_S = 0.15

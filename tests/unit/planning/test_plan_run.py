@@ -17,8 +17,13 @@ from dapo_mega.planning.parameters import num_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TOOL = REPOSITORY / "tools" / "plan_run.py"
-CONFIG = str(REPOSITORY / "configs" / "qwen2.5-32b-dapo.yaml")
+CONFIG = str(REPOSITORY / "configs" / "qwen2.5-32b-dapo-128gpu.yaml")
 ARCHITECTURE = f"model.architecture={REPOSITORY / 'configs' / 'architectures' / 'qwen2.5-32b.json'}"
+# A layout of four stages, with engines of the size that a plan chooses.
+LAYOUT = [
+    "parallel={world_size: 128, tensor: 8, pipeline: 4, virtual_pipeline: 1, context: 1}",
+    "rollout.fleet.engine_tensor=null",
+]  # fmt: skip
 OWN_ENGINES = ["--engine-gpus", "32", "--engine-tensor", "4"]
 
 
@@ -28,7 +33,7 @@ def tool():
 
 
 def lines(tool, capsys, *arguments):
-    tool.main([CONFIG, ARCHITECTURE, *arguments])
+    tool.main([CONFIG, ARCHITECTURE, *LAYOUT, *arguments])
     return capsys.readouterr().out.splitlines()
 
 
@@ -71,12 +76,20 @@ def number(pattern, text):
 
 
 def test_the_papers_run_fits_as_it_is_shipped_with_its_engines(tool, capsys):
-    text = "\n".join(lines(tool, capsys))
+    tool.main([CONFIG, ARCHITECTURE])
+    text = capsys.readouterr().out
     assert "FIT" not in text
     assert number(r"  fits: ([\d.]+) GiB on stage 0", text) < 75
-    assert "rollout engine: 16 GPUs of their own, 8 engine(s) (rollout.fleet" in text
+    assert (
+        "rollout engine: 64 GPUs of their own, 8 engine(s) (rollout.fleet, --engine-gpus plans others), tensor 8"
+        in text
+    )
     assert number(r"  engines fit: ([\d.]+) GiB", text) < 72
     assert number(r"with (\d+) engines on", text) > 8
+    # Neither side waits for the other for more than half of the step.
+    training = number(r"step time without generation: ([\d.,]+) s", text)
+    both = number(r"with one round of generation ([\d.,]+) s", text)
+    assert 1.5 < both / training < 3
     head = lines(tool, capsys, "--propose", "--gpus", "128")[0]
     assert number(r"(\d+) of them fit", head) > 0
 
