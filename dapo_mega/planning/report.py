@@ -124,8 +124,8 @@ def _memory_lines(plan: Estimate) -> Iterator[str]:
     yield (
         "  activations: formulas checked against real allocations on the CPU (tests/distributed/test_planning.py)"
         if kind == "local"
-        else "  activations of Transformer Engine's layers are derived; on one H100 all was within 1 %; parameters, "
-        "gradients and optimizer state are as Megatron allocates them"
+        else "  activations: formulas checked against what Transformer Engine's Python keeps, without parallelism "
+        "(tests/te_cpu), and on one H100"
     )
     if config.compute.fp8.enabled:
         yield "  FP8: weights kept twice (one transposed), operands of products in one byte; on one H100 within 4 %"

@@ -212,7 +212,7 @@ def test_with_more_engines_and_recompute_the_papers_run_fits(tool, capsys):
     text = lines(tool, capsys, *OWN_ENGINES, "compute.recompute=full")
     assert any("  fits: " in line for line in text)
     assert any("rollout engine: 32 GPUs of their own, 8 engine(s) (--engine-gpus), tensor 4" in line for line in text)
-    assert any("activations of Transformer Engine's layers are derived" in line for line in text)
+    assert any("checked against what Transformer Engine's Python keeps" in line for line in text)
     local = lines(tool, capsys, *OWN_ENGINES, "model.layer_implementation=local")
     assert any("checked against real allocations on the CPU" in line for line in local)
 
