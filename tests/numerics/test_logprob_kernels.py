@@ -125,9 +125,10 @@ def compiled_as_launched(monkeypatch, name, launch, *arguments):
     from triton.backends.compiler import GPUTarget
 
     kernel = getattr(logprob_kernels, name)
-    with monkeypatch.context() as patch, pytest.raises(Recorded) as recorded:
+    with monkeypatch.context() as patch:
         patch.setattr(logprob_kernels, name, Recorder())
-        launch(*arguments)
+        with pytest.raises(Recorded) as recorded:
+            launch(*arguments)
     positional, named = recorded.value.args
     num_warps, types = named.pop("num_warps"), {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}
     signature, divisible = {}, {}
