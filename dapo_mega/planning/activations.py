@@ -1,7 +1,7 @@
 """Computes the bytes that autograd keeps of a micro-batch between its forward and backward pass.
 
 There is one set of formulas for each implementation of the layers, and each is compared with what they keep: the local
-ones in `tests/distributed/test_planning.py`, those of Transformer Engine (with flash attention, in bf16, on one process) in
+ones in `tests/distributed/test_planning.py`, those of Transformer Engine (flash attention, bf16, one process) in
 `tests/te_cpu/emulated/test_planned_activations.py`.
 The local attention is taken as on the CPU, where it computes in float32 whatever the model's type.
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # token (github.com/QwenLM/Qwen2.5, docs/source/benchmark/speed_benchmark.rst).
 ENGINE_LAYER_S = 110e-6
 EAGER_LAYER_S = 800e-6
-# The least that a response of a decoding step takes on the engine's CPU, by the 9.1 s that 16 H200 took for 5,760
-# responses of at most 1,024 tokens of Qwen3-0.6B (verl's figure in github.com/THUDM/slime/issues/385).
+# The least that a token of a response takes on the engine's CPU: assumed. With it the plan says half of the 9.1 s that
+# 16 H200 took for 5,760 responses of Qwen3-0.6B (verl's figure in github.com/THUDM/slime/issues/385).
 RESPONSE_S = 15e-6
 # Rewards, filter, packing and hand-over of a step, measured on one H100 (tools/benchmarks/README.md).
 STEP_S = 0.15
@@ -221,7 +221,10 @@ def generation(workload: Workload, engine: EngineLayout, machine: Machine, cache
         steps = max(steps, round(wanted / rows * workload.mean_response))
     prompts = wanted * workload.mean_prompt * token_flops(placement, workload.mean_prompt)
     prefill_s = prompts / engine.tensor / machine.reached_flops
-    return Generation(prefill_s + rounds * steps * speed.step_s(rows), rows, cache, speed)
+    decoding_s = rounds * steps * speed.step_s(rows)
+    if not engine.is_embedded:  # Few responses are left when the longest one ends.
+        decoding_s = steps * speed.base_s + wanted * workload.mean_response * speed.per_response_s
+    return Generation(prefill_s + decoding_s, rows, cache, speed)
 
 
 def decoding_speed(
