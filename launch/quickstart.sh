@@ -1,25 +1,28 @@
 #!/usr/bin/env bash
 # From a fresh clone to a model that DAPO made better, on two CPU cores, in one command.
 #
-#   bash launch/quickstart.sh [--seed N] [--output DIR] [--processes N] [SECTION.KEY=VALUE ...]
+#   bash launch/quickstart.sh [--seed N] [--output DIR] [--processes N] [--sft-steps N] [SECTION.KEY=VALUE ...]
 #
 # Makes a virtual environment if none is active, installs the package, prepares the task, cold-starts a tiny model by
 # supervised fine-tuning, trains it with DAPO and draws the curves. Run again, it resumes or says what is there.
 # Overrides are for DAPO's run: algorithm.preset=gspo trains by another method.
 set -euo pipefail
 
-seed=0 processes=2 output= overrides=()
+seed=0 processes=2 sft_steps= output= overrides=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --seed) seed=$2; shift 2 ;;
         --output) output=$2; shift 2 ;;
         --processes) processes=$2; shift 2 ;;
+        --sft-steps) sft_steps=$2; shift 2 ;;
         -*) echo "error: unknown argument '$1'; usage: quickstart.sh [--seed N] [--output DIR] [--processes N]" \
-            "[SECTION.KEY=VALUE ...]" >&2; exit 2 ;;
+            "[--sft-steps N] [SECTION.KEY=VALUE ...]" >&2; exit 2 ;;
         *) overrides+=("$1"); shift ;;
     esac
 done
-case "$seed$processes" in *[!0-9]*) echo "error: --seed and --processes take whole numbers" >&2; exit 2 ;; esac
+case "$seed$processes$sft_steps" in
+    *[!0-9]*) echo "error: --seed, --processes and --sft-steps take whole numbers" >&2; exit 2 ;;
+esac
 
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 output=${output:-$project/runs/quickstart/seed$seed}
@@ -50,7 +53,7 @@ dapo=(launch/train_dapo.py --config configs/quickstart.yaml seed="$seed" output_
 
 echo "2/4 cold start: supervised fine-tuning on careless and careful answers (2 minutes)"
 run launch/train_sft.py --config configs/quickstart_sft.yaml seed="$seed" output_dir="$output/sft" \
-    model.path="$output/initial" data.train.path="$output/data/demonstrations.parquet"
+    model.path="$output/initial" data.train.path="$output/data/demonstrations.parquet" ${sft_steps:+num_steps="$sft_steps"}
 
 echo "3/4 DAPO (2 minutes)"
 run "${dapo[@]}" model.path="$output/sft/hf" "${overrides[@]}"

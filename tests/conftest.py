@@ -11,7 +11,7 @@ hypothesis.settings.load_profile("no clock")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# Tests that need the emulated device are collected where it is: in the processes that te_cpu/test_suite.py starts.
+# Tests that need the emulated device are collected where it is: in the processes that te_cpu/suites.py starts.
 collect_ignore = [] if "transformer_engine_torch" in sys.modules else ["te_cpu/emulated"]
 
 

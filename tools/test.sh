@@ -52,7 +52,8 @@ if [ -n "$quick" ]; then
 elif [ $# -eq 0 ]; then
     # Where Transformer Engine's Python files cannot be had, their tests are skipped.
     PYTHON="$PYTHON" bash tools/install_te_sources.sh || true
-    set -- -n 3 $together "${with_extras[@]/#/--ignore=}"
+    read -ra elsewhere <<< "${TESTED_ELSEWHERE:-}"  # By .ci/run, on another Python.
+    set -- -n 3 $together "${with_extras[@]/#/--ignore=}" "${elsewhere[@]/#/--deselect=}"
     set -- "$@" tests/te_cpu tests/integration tests/distributed tests/numerics tests/gpu tests/unit
 fi
 "$PYTHON" -m pytest "$@" || failed=yes

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import textwrap
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -28,7 +28,7 @@ def main() -> None:
 
 def explained(name: str) -> str:
     """All that is known under this name. Raises InputError with near names if there is nothing."""
-    pairs = list(_keys())
+    pairs = _keys()
     keys = dict(pairs)
     end = name.rpartition(".")[2]
     owners = (owner_of(kind, end) for kind in (AlgorithmConfig, PromptSamplingConfig))
@@ -57,14 +57,10 @@ def explained(name: str) -> str:
     raise InputError(f"no key, metric or method is called {name!r}; {hint}")
 
 
-def _keys() -> Iterator[tuple[str, str]]:
+@cache
+def _keys() -> tuple[tuple[str, str], ...]:
     """Every key's dotted name and text. A mapping's sections have NAME in theirs."""
-    seen = set()
-    for root in (RunConfig, SftConfig):
-        for key, text in _keys_of(root, "", root):
-            if (key, text) not in seen:
-                seen.add((key, text))
-                yield key, text
+    return tuple(dict.fromkeys(pair for root in (RunConfig, SftConfig) for pair in _keys_of(root, "", root)))
 
 
 def _keys_of(section: type[Section], prefix: str, root: type[Section]) -> Iterator[tuple[str, str]]:

@@ -1,12 +1,12 @@
 """Plan a run: estimate GPU memory, communication and time of a configuration's layout, without a GPU.
 
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml compute.recompute=full --engine-gpus 32 --engine-tensor 4
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml --gpus 96 --propose
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml --total-gpus 128
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml --total-gpus 128 --simulate
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml compute.recompute=full --engine-gpus 32 --engine-tensor 4
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --gpus 96 --propose
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --total-gpus 128
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --total-gpus 128 --simulate
 dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --kept-share 0.4
-dapo-mega plan configs/qwen2.5-32b-dapo.yaml --scaling 16:4096 --output scaling.png
+dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --scaling 16:4096 --output scaling.png
 dapo-mega plan configs/qwen2.5-32b-dapo-128gpu.yaml --simulate --calibrate runs/earlier --timelines simulated
 
 Engines are planned where rollout.placement puts them: embedded in the trainer's processes, fleet on GPUs of their own
@@ -190,14 +190,19 @@ def _parser() -> argparse.ArgumentParser:
         ("--mean-prompt-tokens", float, None, "default: an eighth of data.max_prompt_tokens"),
         ("--mean-response-tokens", float, None, "default: a quarter of rollout.max_response_tokens"),
         ("--peak-tflops", float, 989.0, "dense bf16 rate of a GPU"),
-        ("--mfu", float, 0.4, "share of that rate that the trainer reaches"),
+        ("--flops-share", float, 0.5, "share of that rate that matrix products and attention reach"),
         ("--intra-node-gbps", float, 350.0, "GB/s of a GPU within a node, one way"),
         ("--inter-node-gbps", float, 45.0, "GB/s of a GPU between nodes, one way"),
         ("--gpus-per-node", int, 8, "GPUs of a node"),
         ("--memory-gbps", float, 3350.0, "GB/s of a GPU's memory"),
-        ("--memory-share", float, 0.6, "share of that bandwidth that decoding reaches"),
+        ("--memory-share", float, 0.8, "share of that bandwidth that decoding and elementwise kernels reach"),
         ("--engine-gpus", int, None, "GPUs of a fleet's engines (default: from rollout.fleet)"),
-        ("--engine-tensor", int, None, "tensor-parallel size of an engine (default: the weights take half of a GPU)"),
+        (
+            "--engine-tensor",
+            int,
+            None,
+            "GPUs of an engine (default: from rollout.fleet, else so many that its weights take half of each)",
+        ),
     )
     for name, kind, default, text in numbers:
         add(name, type=kind, default=default, help=f"{text}" + (f" ({default:g})" if default else ""))
@@ -208,6 +213,9 @@ def _assumptions(options: argparse.Namespace, config: RunConfig) -> Assumptions:
     for name, value in vars(options).items():
         if isinstance(value, float | int) and not isinstance(value, bool) and not value > 0:
             raise InputError(f"--{name.replace('_', '-')}={value:g} must be larger than 0")
+    for name in ("flops_share", "memory_share"):
+        if getattr(options, name) > 1:
+            raise InputError(f"--{name.replace('_', '-')}={getattr(options, name):g} is a share; give at most 1")
     _check_scaling(options)
     _check_total(options)
     _check_simulated(options)
@@ -224,7 +232,7 @@ def _assumptions(options: argparse.Namespace, config: RunConfig) -> Assumptions:
             )
     machine = Machine(
         flops=options.peak_tflops * 1e12,
-        flops_share=options.mfu,
+        flops_share=options.flops_share,
         intra_node_bytes=options.intra_node_gbps * 1e9,
         inter_node_bytes=options.inter_node_gbps * 1e9,
         gpus_per_node=options.gpus_per_node,
@@ -287,5 +295,6 @@ def _check_engines(options: argparse.Namespace, config: RunConfig) -> None:
             "--engine-gpus is for GPUs of the engines' own, and rollout.placement=colocated uses the trainer's; leave "
             "it out, or add rollout.placement=fleet"
         )
+    tensor = tensor or config.rollout.fleet.engine_tensor
     if num_gpus and num_gpus % (tensor or 1):
         raise InputError(f"--engine-gpus={num_gpus} must be a multiple of --engine-tensor={tensor}")

@@ -25,6 +25,9 @@ class FleetConfig(Section):
     """Name of the environment variable that holds the API key, the same for trainer and engines."""
     min_engines: int = Field(default=1, ge=1)
     """The run waits while fewer engines than this are healthy. Set it to all you start, or a few less."""
+    engine_tensor: int | None = Field(default=None, ge=1)
+    """GPUs of one engine, the --tensor-parallel of launch/serve_rollouts.py: plans use it, and the run refuses engines
+    of another size. null: any size, and plans choose one."""
     wait_limit_s: float = Field(default=3600.0, gt=0)
     """Seconds the run waits for min_engines before it ends with exit status 4."""
     requests_per_engine: int = Field(default=256, ge=1)

@@ -20,6 +20,8 @@ except ImportError:
 STATISTICS_BLOCK = 4096
 GRADIENT_BLOCK = 2048
 NUM_WARPS = 8
+# Triton compiles another kernel for arguments that this divides.
+DIVISOR = 16
 
 
 def chunk_statistics(
@@ -37,6 +39,7 @@ def chunk_statistics(
         statistics,
         statistics.stride(0),
         logits.shape[1],
+        _whole_vectors(logits),
         inverse_temperature,
         WITH_ENTROPY=with_entropy,
         BLOCK=STATISTICS_BLOCK,
@@ -57,11 +60,23 @@ def chunk_gradient_(
         coefficients,
         coefficients.stride(0),
         width,
+        _whole_vectors(logits),
         inverse_temperature,
         WITH_ENTROPY=with_entropy,
         BLOCK=GRADIENT_BLOCK,
         num_warps=NUM_WARPS,
     )
+
+
+def _whole_vectors(logits: Tensor) -> int:
+    """Columns of `logits` up to a whole number of vectors, where each row's memory has so many; otherwise the width.
+
+    Triton takes an argument that 16 divides for one whose masks end between loads of 128 bits.
+    """
+    width, row_stride = logits.shape[1], logits.stride(0)
+    rounded = -(-width // DIVISOR) * DIVISOR
+    first = logits.storage_offset() % row_stride if row_stride else 0
+    return rounded if first + rounded <= row_stride else width
 
 
 def _check_layout(logits: Tensor, targets: Tensor, vectors: Tensor) -> None:
@@ -80,6 +95,7 @@ if IS_AVAILABLE:
         statistics: tl.tensor,
         statistics_stride: int,
         width: int,
+        readable: int,
         inverse_temperature: float,
         WITH_ENTROPY: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -87,23 +103,22 @@ if IS_AVAILABLE:
         # One program a row: softmax online over blocks of columns (Milakov and Gimelshein, 2018, algorithm 3).
         row = tl.program_id(0).to(tl.int64)
         start = logits + row * row_stride
-        peak = -float("inf")
+        # Below any logit; that times exp of it is 0, where the product of 0 and -inf would not be.
+        lowest = -1e30
+        peak = lowest
         total = 0.0
         weighted = 0.0
         for first in range(0, width, BLOCK):
             columns = first + tl.arange(0, BLOCK)
-            is_valid = columns < width
-            scaled = tl.load(start + columns, mask=is_valid, other=-float("inf")).to(tl.float32) * inverse_temperature
+            loaded = tl.load(start + columns, mask=columns < readable, other=0.0)
+            scaled = tl.where(columns < width, loaded.to(tl.float32) * inverse_temperature, lowest)
             new_peak = tl.maximum(peak, tl.max(scaled, axis=0))
             centred = scaled - new_peak
             exponentials = tl.exp(centred)
-            # Nothing is summed yet under the first block's peak of -inf.
-            shift = tl.where(total > 0.0, peak - new_peak, 0.0)
+            shift = peak - new_peak
             rescale = tl.exp(shift)
             if WITH_ENTROPY:
-                # 0 * -inf of masked columns must count as 0.
-                products = tl.where(is_valid, exponentials * centred, 0.0)
-                weighted = (weighted + total * shift) * rescale + tl.sum(products, axis=0)
+                weighted = (weighted + total * shift) * rescale + tl.sum(exponentials * centred, axis=0)
             total = total * rescale + tl.sum(exponentials, axis=0)
             peak = new_peak
         target = tl.load(targets + row)
@@ -122,21 +137,25 @@ if IS_AVAILABLE:
         coefficients: tl.tensor,
         coefficients_stride: int,
         width: int,
+        readable: int,
         inverse_temperature: float,
         WITH_ENTROPY: tl.constexpr,
         BLOCK: tl.constexpr,
     ) -> None:
         row = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        is_valid = columns < width
+        is_readable = columns < readable
         places = logits + row * row_stride + columns
         normaliser = tl.load(coefficients + row)
         constant = tl.load(coefficients + coefficients_stride + row)
         on_target = tl.load(coefficients + 3 * coefficients_stride + row)
-        logp = tl.load(places, mask=is_valid, other=0.0).to(tl.float32) * inverse_temperature - normaliser
+        loaded = tl.load(places, mask=is_readable, other=0.0)
+        logp = loaded.to(tl.float32) * inverse_temperature - normaliser
         factor = constant
         if WITH_ENTROPY:
             factor = constant + tl.load(coefficients + 2 * coefficients_stride + row) * logp
         gradient = tl.exp(logp) * factor
         gradient += tl.where(columns == tl.load(targets + row), on_target, 0.0)
-        tl.store(places, gradient.to(places.dtype.element_ty), mask=is_valid)
+        # What lies beyond the width is written as it was.
+        written = tl.where(columns < width, gradient.to(places.dtype.element_ty), loaded)
+        tl.store(places, written, mask=is_readable)

@@ -226,7 +226,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         local = vocab.local(targets)
         statistics = empty_statistics(len(rows), logits)
         for chunk in _chunks(rows, vocab):
-            chosen = logits[:, : vocab.num_valid].index_select(0, rows[chunk])
+            chosen = logits.index_select(0, rows[chunk])[:, : vocab.num_valid]
             chunk_statistics_(chosen, local[chunk], inverse_temperature, statistics[:, chunk], with_entropy)
         logprobs, entropy, normaliser = combined_statistics(statistics, local, group, with_entropy)
         ctx.save_for_backward(logits, rows, local, normaliser, entropy)
@@ -245,7 +245,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         )
         grad_logits = torch.zeros_like(logits)
         for chunk in _chunks(rows, vocab):
-            chosen = logits[:, : vocab.num_valid].index_select(0, rows[chunk])
+            chosen = logits.index_select(0, rows[chunk])[:, : vocab.num_valid]
             chunk_gradient_(chosen, local[chunk], inverse_temperature, coefficients[:, chunk], has_slope)
             grad_logits[:, : vocab.num_valid].index_copy_(0, rows[chunk], chosen)
         return grad_logits, None, None, None, None, None, None

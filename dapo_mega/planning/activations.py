@@ -1,8 +1,8 @@
 """Computes the bytes that autograd keeps of a micro-batch between its forward and backward pass.
 
-There is one set of formulas for each implementation of the layers. Those of the local layers are compared with real
-allocations in `tests/distributed/test_planning.py`. Those of Transformer Engine are derived from what its modules save
-(Korthikanti et al. 2022, arXiv:2205.05198, with flash attention and SwiGLU).
+There is one set of formulas for each implementation of the layers, and each is compared with what they keep: the local
+ones in `tests/distributed/test_planning.py`, those of Transformer Engine (flash attention, bf16, one process) in
+`tests/te_cpu/emulated/test_planned_activations.py`.
 The local attention is taken as on the CPU, where it computes in float32 whatever the model's type.
 
 All are functions of t, the tokens of a process; s = t / sequence-parallel size; h, the hidden size; b, the bytes of an
@@ -151,7 +151,7 @@ class ActivationModel:
         layer = self.whole_layer(number)
         has_experts = self.placement.arch.has_experts(number)
         if self._recomputes("core_attn") and not self.placement.arch.has_delta(number):
-            layer = layer._replace(attention=self._attention_inputs())
+            layer = layer._replace(attention=self._attention_inputs() + self._te_attention_output)
         if self._recomputes("layernorm") and self.is_local:
             if self.placement.arch.norms != "behind":
                 kept = self.hidden + self._norm_behind
@@ -160,6 +160,8 @@ class ActivationModel:
             layer = layer._replace(late_norm=self.hidden)
         if self._recomputes("moe" if has_experts else "mlp"):
             layer = layer._replace(mlp=0.0)
+            if not self.is_local and not has_experts:  # Its norm is recomputed with it.
+                layer = layer._replace(late_norm=self.hidden + self._norm_behind)
         elif self._recomputes("shared_experts") and has_experts:
             layer = layer._replace(mlp=layer.mlp - self._shared_expert())
         return layer
@@ -311,6 +313,12 @@ class ActivationModel:
             total += seen * 2 * row + (piece + sinks) * seen * _FLOAT
         return total
 
+    @property
+    def _te_attention_output(self) -> float:
+        """The output projection's input, which Transformer Engine's attention otherwise keeps as its own output."""
+        is_kept = not self.is_local and not self.compute.fp8.enabled
+        return is_kept * self.tokens * self.placement.query_heads * self.placement.arch.head_dim * self.element
+
     def _te_attention(self) -> float:
         heads, keys = self.placement.query_heads, self.placement.key_heads
         return self.tokens * (2 * (heads + keys) * self.placement.arch.head_dim * self.element + 4 * heads)
@@ -369,7 +377,7 @@ class ActivationModel:
         width = self.placement.arch.hidden_size
         responses = self.shape.num_scored / self.placement.parallel.context
         norm = self._norm(fused=False)
-        if self.is_local and (self.compute.fused_output_layer or self.placement.arch.has_value_head):
+        if self.compute.fused_output_layer or self.placement.arch.has_value_head:
             norm -= self.hidden
         if self.placement.arch.has_value_head:
             return norm + self.shared_tokens * width * _FLOAT + responses * (_INDEX + _FLOAT)

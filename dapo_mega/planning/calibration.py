@@ -103,7 +103,7 @@ def calibrate(run_dir: Path, arch: Architecture, assumptions: Assumptions, world
     rest = _mean(records, "time/step_s") - sum(_mean(records, f"time/{stage}_s") for stage in stages)
     calibration = Calibration(
         scoring=scoring_s / planned.scoring,
-        updates=updates_s / (planned.training - planned.scoring),
+        updates=updates_s / (planned.training - planned.scoring - planned.besides),
         # Weights that pass through memory have no planned time.
         weights=weights_s / planned.weights if planned.weights else 1.0,
         decoding_base=base,

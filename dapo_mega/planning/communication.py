@@ -2,7 +2,7 @@
 ranks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.parameters import DTYPE_BYTES, ParameterBytes, num_trained_parameters, stage_buffers
@@ -14,13 +14,14 @@ _WEIGHT_SYNC = "weight sync"
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of communication of the busiest process: bytes per step, and how many consecutive ranks its group
-    spans, which decides whether it leaves a node."""
+    """One kind of communication of the busiest process: bytes and collectives per step, and how many consecutive ranks
+    its group spans, which decides whether it leaves a node."""
 
     name: str
     num_bytes: float
     span: int
     overlaps: bool = False
+    num_calls: float = 0.0
 
     @property
     def is_weight_sync(self) -> bool:
@@ -44,6 +45,7 @@ def _data_parallel(workload: Workload) -> list[Traffic]:
     # Megatron numbers processes tensor, context, data, pipeline; of experts expert-tensor, expert, data, pipeline.
     stage_size = placement.world_size // placement.parallel.pipeline
     # Experts that are spread have an optimizer of their own, and each one's step gathers all weights.
+    calls = float(config.batch.updates_per_step)
     gatherings = 2 if placement.has_spread_experts and not compute.overlap_param_gather else 1
     traffic = []
     for name, held, shards in (
@@ -54,9 +56,13 @@ def _data_parallel(workload: Workload) -> list[Traffic]:
         weights = held.parameters * gatherings * (0.5 if compute.fp8.params and not config.lora else 1.0)
         traffic += [
             Traffic(
-                f"gradient reduce-scatter ({name})", held.gradients * sent, stage_size, compute.overlap_grad_reduce
+                f"gradient reduce-scatter ({name})",
+                held.gradients * sent,
+                stage_size,
+                compute.overlap_grad_reduce,
+                calls,
             ),
-            Traffic(f"parameter all-gather ({name})", weights * sent, stage_size, compute.overlap_param_gather),
+            Traffic(f"parameter all-gather ({name})", weights * sent, stage_size, compute.overlap_param_gather, calls),
         ]
     return traffic
 
@@ -91,7 +97,8 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     with_experts = max(sum(map(arch.has_experts, layers)) for layers in placement.stage_layers)
     has_shared = experts is not None and experts.shared_ffn_hidden_size is not None
     blocks = 2 * layers - (0 if has_shared else with_experts)
-    tensor = (passes * blocks + forward + config.batch.epochs) * 2 * hidden * ring
+    num_reductions = passes * blocks + forward + config.batch.epochs
+    tensor = num_reductions * 2 * hidden * ring
     if parallel.sequence:
         tensor += backward * blocks * hidden * ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.
@@ -109,13 +116,23 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     sends = forward * virtual + backward * (virtual if parallel.pipeline > 2 else virtual - 1)
     stages = sends * shared * arch.hidden_size * element * (parallel.pipeline > 1)
     name = "TP + SP gather and scatter" if parallel.sequence else "TP all-reduce"
-    return [
+    # Collectives of one micro-batch; with sequence parallelism each is a gathering and a scattering.
+    calls = [
+        num_reductions * (1 + parallel.sequence), gathers, passes * layers * (parallel.context - 1),
+        passes * with_experts * 2, passes * with_experts * 2, sends,
+    ]  # fmt: skip
+    num_micro_batches = workload.micro_batches(workload.mean_length) * config.batch.updates_per_step / epochs
+    everything = [
         Traffic(name, tensor, parallel.tensor),
         Traffic("TP gather and scatter of shared keys", projection, parallel.tensor),
         Traffic("CP keys and values", context, parallel.tensor * parallel.context, kind != "local"),
         Traffic("EP all-to-all", expert, parallel.expert * parallel.expert_tensor),
         Traffic("expert-TP gather and scatter", cut, parallel.expert_tensor),
         Traffic("PP sends", stages, placement.world_size, virtual > 1),
+    ]
+    return [
+        replace(traffic, num_calls=number * num_micro_batches)
+        for traffic, number in zip(everything, calls, strict=True)
     ]
 
 

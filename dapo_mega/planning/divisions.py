@@ -18,7 +18,7 @@ RENDEZVOUS = "trainer-0:21600"
 
 _ENGINE_KEYS = (
     "rollout.placement", "rollout.fleet.urls", "rollout.fleet.rendezvous", "rollout.fleet.min_engines",
-    "weight_sync.transport",
+    "rollout.fleet.engine_tensor", "weight_sync.transport",
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def in_turns(
     """Engines asleep on the trainer's GPUs while it trains. Memory is shared within a machine only."""
     transport = "auto" if num_gpus <= assumptions.machine.gpus_per_node else "disk"
     for tensor in _engine_sizes(num_gpus, assumptions):
-        candidate = _with_engines(config, "colocated", num_gpus // tensor, transport)
+        candidate = _with_engines(config, "colocated", num_gpus // tensor, tensor, transport)
         given = replace(assumptions, engine_tensor=tensor, engine_gpus=num_gpus)
         proposals, _ = propose(candidate, RankLayout(arch, ParallelConfig(), num_gpus), given)
         # How much cache an engine has depends on the layout, so the fastest trainer may have slow engines.
@@ -106,7 +106,7 @@ def side_by_side(
         trainer: Proposal | None = None
         # The largest engine first: where it does not fit, none does.
         for tensor in reversed(_engine_sizes(engine_gpus, assumptions)):
-            candidate = _with_engines(config, "fleet", engine_gpus // tensor, "auto")
+            candidate = _with_engines(config, "fleet", engine_gpus // tensor, tensor, "auto")
             given = replace(assumptions, engine_tensor=tensor, engine_gpus=engine_gpus)
             if trainer is None:
                 proposals, _ = propose(candidate, RankLayout(arch, ParallelConfig(), trainer_gpus), given)
@@ -127,12 +127,11 @@ def _engine_sizes(num_gpus: int, assumptions: Assumptions) -> list[int]:
     return [size for size in sizes if num_gpus % size == 0]
 
 
-def _with_engines(config: RunConfig, placement: str, num_engines: int, transport: str) -> RunConfig:
+def _with_engines(config: RunConfig, placement: str, num_engines: int, tensor: int, transport: str) -> RunConfig:
     """`config` with engines that register, so that no addresses need be known."""
     given = config.rollout.fleet
-    fleet = given.model_copy(
-        update={"urls": (), "rendezvous": given.rendezvous or RENDEZVOUS, "min_engines": num_engines}
-    )
+    engines = {"urls": (), "min_engines": num_engines, "engine_tensor": tensor}
+    fleet = given.model_copy(update={"rendezvous": given.rendezvous or RENDEZVOUS, **engines})
     rollout = config.rollout.model_copy(update={"placement": placement, "fleet": fleet})
     sync = config.weight_sync.model_copy(update={"transport": transport})
     return config.model_copy(update={"rollout": rollout, "weight_sync": sync})

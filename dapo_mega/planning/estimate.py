@@ -14,7 +14,8 @@ from dapo_mega.planning.workload import Workload
 @dataclass(frozen=True)
 class Assumptions:
     """What the configuration does not say. `reserved_bytes` of each GPU are left to CUDA, NCCL and fragmentation.
-    Without `engine_tensor` and `engine_gpus` engines are as small as is sensible and as many as the run asks for."""
+    Without `engine_tensor` and `engine_gpus` the engines are the configuration's; where it names no size they are as
+    small as is sensible."""
 
     machine: Machine
     mean_prompt: float
@@ -64,7 +65,8 @@ def estimate(config: RunConfig, placement: RankLayout, assumptions: Assumptions)
     kind = memory.layer_kind(config)
     engine_memory = _engine_memory(workload, assumptions)
     gpus_per_node = assumptions.machine.gpus_per_node
-    tensor = assumptions.engine_tensor or memory.smallest_engine(config, placement.arch, engine_memory, gpus_per_node)
+    tensor = assumptions.engine_tensor or config.rollout.fleet.engine_tensor
+    tensor = tensor or memory.smallest_engine(config, placement.arch, engine_memory, gpus_per_node)
     num_gpus = assumptions.engine_gpus or memory.num_engines_of(config, placement.world_size, tensor) * tensor
     engine = memory.engine_of(config, tensor, num_gpus)
     weights, num_engines = memory.engine_weight_bytes(engine, placement.arch), engine.num_engines(placement.data_size)

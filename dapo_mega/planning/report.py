@@ -124,8 +124,8 @@ def _memory_lines(plan: Estimate) -> Iterator[str]:
     yield (
         "  activations: formulas checked against real allocations on the CPU (tests/distributed/test_planning.py)"
         if kind == "local"
-        else "  activations of Transformer Engine's layers are derived; on one H100 all was within 1 %; parameters, "
-        "gradients and optimizer state are as Megatron allocates them"
+        else "  activations: formulas checked against what Transformer Engine's Python keeps, without parallelism "
+        "(tests/te_cpu), and on one H100"
     )
     if config.compute.fp8.enabled:
         yield "  FP8: weights kept twice (one transposed), operands of products in one byte; on one H100 within 4 %"
@@ -169,7 +169,7 @@ def _verdict(plan: Estimate) -> Iterator[str]:
 def _engine_lines(plan: Estimate) -> Iterator[str]:
     workload, engine, generated = plan.workload, plan.engine, plan.generation
     placement = workload.placement
-    per_token = cache_bytes_per_token(placement, engine)
+    per_token, allowed = cache_bytes_per_token(placement, engine), workload.config.rollout.fleet.requests_per_engine
     everything = workload.generated_per_round * workload.longest * per_token * engine.tensor
     yield (
         f"rollout engine: {_where(plan)}, tensor {engine.tensor}, {engine.dtype}; per GPU "
@@ -188,9 +188,10 @@ def _engine_lines(plan: Estimate) -> Iterator[str]:
     if generated.rows:
         yield (
             f"  {generated.rows} responses at once per engine"
+            + (" (rollout.fleet.requests_per_engine)" if generated.rows == allowed and not engine.is_embedded else "")
             + (f" in {generated.cache_bytes / GIB:.1f} GiB of cache per GPU" if not engine.is_embedded else "")
             + f", {seconds(generated.tokens_per_second)} tokens/s; one round of decoding about "
-            f"{seconds(generated.seconds)} s (assumed: reading weights and cache sets the pace; prefill left out)"
+            f"{seconds(generated.seconds)} s"
         )
         if not engine.is_embedded and not engine.is_colocated:
             most = most_useful_engines(workload, generated.rows)
@@ -201,11 +202,11 @@ def _engine_lines(plan: Estimate) -> Iterator[str]:
 
 
 def _where(plan: Estimate) -> str:
-    engine, given = plan.engine, plan.assumptions
+    engine, given, fleet = plan.engine, plan.assumptions, plan.workload.config.rollout.fleet
     if engine.is_embedded:
         return "embedded, one on each replica's leader"
     count = engine.num_engines(plan.workload.placement.data_size)
-    tensor = "" if given.engine_tensor else "; --engine-tensor plans other sizes"
+    tensor = "" if given.engine_tensor or fleet.engine_tensor else "; --engine-tensor plans other sizes"
     if engine.is_colocated:
         return f"colocated, {count} engine(s) on the trainer's GPUs{tensor}"
     source = "--engine-gpus" if given.engine_gpus else "rollout.fleet, --engine-gpus plans others"
@@ -270,8 +271,8 @@ def _time_lines(plan: Estimate) -> Iterator[str]:
         f"step time without generation: {seconds(time.total)} s = {seconds(time.scoring)} scoring + "
         f"{seconds(time.updates)} updates + {seconds(time.bubble)} bubble + {seconds(time.communication)} "
         f"communication not hidden + {seconds(time.weights)} weights to engines"
-        + (f" + {seconds(time.besides)} besides (--calibrate)" if time.besides else "")
-        + f"; with one round of generation {seconds(time.total + plan.generation.seconds)} s"
+        f" + {seconds(time.besides)} besides; with one round of generation "
+        f"{seconds(time.total + plan.generation.seconds)} s"
     )
     yield from assumed_lines(plan)
 

@@ -40,7 +40,7 @@ def refuse_several_machines(hosts: Iterable[str]) -> None:
     if len(names := sorted(set(hosts))) > 1:
         raise InputError(
             f"weight_sync.transport=tensor needs one machine but the trainer runs on {', '.join(names)}; set "
-            f"weight_sync.transport to distributed or disk"
+            f"weight_sync.transport to disk, or to distributed for engines on GPUs of their own"
         )
 
 
@@ -66,7 +66,7 @@ class SharedMemoryTransport(Transport):
                 raise EngineError(
                     client.url,
                     "it runs on another machine but weight_sync.transport=tensor needs one machine; set "
-                    "weight_sync.transport to distributed or disk",
+                    "weight_sync.transport to disk, or to distributed for engines on GPUs of their own",
                 )
             await client.command(
                 "update_weights_from_tensor",

@@ -23,8 +23,8 @@ from dapo_mega.megatron.value_model import ValueModel
 
 
 def allocated(cases):
-    """{name: bytes}, on this process, of cases {name, model, parallel, compute, dtype, lengths, num_micro_batches,
-    is_critic}.
+    """{name: bytes}, on this process, of cases {name, model, parallel, compute, dtype, layers, lengths,
+    num_micro_batches, is_critic}.
 
     `parallel` and `compute` are configuration sections, `model` is the folder of a checkpoint, `lengths` are the tokens
     of each sample of one micro-batch, of which the first quarter is its prompt.
@@ -76,7 +76,9 @@ def run_case(case, plans):
     parallel = ParallelConfig(**case.get("parallel", {}))
     processes = start_processes(parallel, 0)
     settings = (
-        ModelConfig(path=case["model"], dtype=case.get("dtype", "fp32")),
+        ModelConfig(
+            path=case["model"], dtype=case.get("dtype", "fp32"), layer_implementation=case.get("layers", "auto")
+        ),
         parallel,
         OptimizerConfig(learning_rate=1e-4, warmup_steps=0),
         processes,

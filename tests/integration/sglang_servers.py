@@ -22,6 +22,7 @@ import pytest
 from tests.distributed.launching import REPOSITORY, free_ports
 
 SERVE = REPOSITORY / "launch" / "serve_rollouts.py"
+ENGINE_FORKS = Path(__file__).parent / "engine_forks"
 API_KEY = "the-key-of-the-tests"
 VOCAB_SIZE = 200
 START_LIMIT_S = 300.0
@@ -96,7 +97,7 @@ class Launcher:
                 env={
                     **os.environ,
                     "DAPO_MEGA_API_KEY": API_KEY,
-                    "PYTHONPATH": os.pathsep.join(map(str, [modules, REPOSITORY] if modules else [REPOSITORY])),
+                    "PYTHONPATH": os.pathsep.join(map(str, filter(None, [modules, ENGINE_FORKS, REPOSITORY]))),
                     "OMP_NUM_THREADS": "1",
                     "HF_HUB_OFFLINE": "1",
                     "CUDA_VISIBLE_DEVICES": gpus,

@@ -173,6 +173,7 @@ CHANGES = {
     "rollout.fleet.rendezvous": ("{address}", "listens", (), None),
     "rollout.fleet.api_key_env": ("ANOTHER_KEY", "error", (SHORT,), None),
     "rollout.fleet.min_engines": (3, "error", (SHORT,), None),
+    "rollout.fleet.engine_tensor": (2, "error", (SHORT,), None),
     "rollout.fleet.wait_limit_s": (2, "error", (TOO_FEW, SHORT), None),
     "rollout.fleet.requests_per_engine": (1, "most", (), slow),
     "rollout.fleet.request_timeout_s": (0.2, "error", ("rollout.max_attempts=1",), slow),

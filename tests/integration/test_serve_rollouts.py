@@ -56,6 +56,7 @@ def test_sglang_takes_the_arguments_that_stand_for_a_nodes_choices(tmp_path):
 
 def test_no_process_and_no_key_outlives_a_killed_launcher(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("SGLANG_PLUGINS", "dapo_mega")  # Its processes start Python anew, as for users.
     launcher = Launcher(tiny_model(tmp_path / "model"), tmp_path / "served", 1)
     try:
         # SGLang's scheduler and detokenizer exist and are still importing, before they watch over their parent.

@@ -6,8 +6,10 @@ The interpreter has to be chosen before Triton is imported, so this file is also
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from dapo_mega.megatron import logprob_kernels, logprobs
+from dapo_mega.megatron.fused_logprobs import CUDA_ROW_ALIGNMENT
 from dapo_mega.megatron.logprobs import empty_statistics, gradient_coefficients
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -36,6 +39,7 @@ class Case:
         """Logits [n, v] and columns [n], -1 at odd rows."""
         generator = torch.Generator().manual_seed(self.width)
         buffer = (torch.randn(self.rows, self.padded, generator=generator) * self.scale).to(self.dtype)
+        buffer[:, self.width :] = torch.inf  # Kernels read whole vectors, and may write back what they read.
         targets = torch.randint(0, self.width, (self.rows,), generator=generator)
         targets[1::2] = -1
         return buffer[:, : self.width], targets
@@ -101,33 +105,78 @@ def test_kernels_agree_with_torch(interpreted, index):
     assert torch.equal(before, beyond)
 
 
-@pytest.mark.skipif(not logprob_kernels.IS_AVAILABLE, reason="Triton is not installed")
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter replaces the compiler")
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("with_entropy", [True, False])
-def test_kernels_compile_for_hopper(monkeypatch, tmp_path, dtype, with_entropy):
-    """Down to machine code, which needs no GPU."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+class Recorded(Exception):
+    """In place of a launch: its positional arguments and its named ones."""
+
+
+class Recorder:
+    """Stands for a kernel."""
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *arguments, **named):
+        raise Recorded(arguments, named)
+
+
+def compiled_as_launched(monkeypatch, name, launch, *arguments):
+    """The kernel `name` for the arguments that `launch` gives it, specialised as Triton does at a launch."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    for kernel, vectors in (
-        (logprob_kernels._statistics_kernel, "statistics"),
-        (logprob_kernels._gradient_kernel, "coefficients"),
+    kernel = getattr(logprob_kernels, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(logprob_kernels, name, Recorder())
+        with pytest.raises(Recorded) as recorded:
+            launch(*arguments)
+    positional, named = recorded.value.args
+    num_warps, types = named.pop("num_warps"), {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}
+    signature, divisible = {}, {}
+    for index, (argument, value) in enumerate(zip(kernel.arg_names, positional, strict=False)):
+        is_tensor = isinstance(value, torch.Tensor)
+        signature[argument] = f"*{types[value.dtype]}" if is_tensor else "fp32" if isinstance(value, float) else "i32"
+        if signature[argument] != "fp32" and (value.data_ptr() if is_tensor else value) % 16 == 0:
+            divisible[index,] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(named, "constexpr")
+    source = triton.compiler.ASTSource(kernel, signature, named, divisible)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}), num_warps
+
+
+def machine_code(compiled, folder):
+    """(registers of a thread, bytes of its stack, what each access of global or local memory moves)."""
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    tools = Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin"
+    command = [tools / "cuobjdump", "--dump-resource-usage", binary]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage).groups())
+    return registers, stack + local, Counter(re.findall(r"\b((?:LD|ST)[GL]\.[A-Z0-9_.]+)", compiled.asm["sass"]))
+
+
+@pytest.mark.skipif(not logprob_kernels.IS_AVAILABLE, reason="Triton is not installed")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter replaces the compiler")
+@pytest.mark.parametrize("width", [151936, 50257], ids=["a width of vectors", "a width cut within a vector"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_kernels_fill_a_hopper_gpu(monkeypatch, tmp_path, dtype, with_entropy, width):
+    """Down to machine code, which needs no GPU: nothing is spilled, an SM of 65,536 registers is full of threads, and
+    logits pass in accesses of 128 bits."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    rows = torch.empty(2, -(-width // CUDA_ROW_ALIGNMENT) * CUDA_ROW_ALIGNMENT, dtype=dtype)
+    given = (rows[:, :width], torch.zeros(2, dtype=torch.int64), 1.0, torch.empty(4, 2), with_entropy)
+    for name, launch, block, stores in (
+        ("_statistics_kernel", logprob_kernels.chunk_statistics, logprob_kernels.STATISTICS_BLOCK, 0),
+        ("_gradient_kernel", logprob_kernels.chunk_gradient_, logprob_kernels.GRADIENT_BLOCK, 1),
     ):
-        signature = {
-            "logits": f"*{dtype}",
-            "row_stride": "i32",
-            "targets": "*i64",
-            vectors: "*fp32",
-            f"{vectors}_stride": "i32",
-            "width": "i32",
-            "inverse_temperature": "fp32",
-            "WITH_ENTROPY": "constexpr",
-            "BLOCK": "constexpr",
-        }
-        source = triton.compiler.ASTSource(kernel, signature, {"WITH_ENTROPY": with_entropy, "BLOCK": 2048})
-        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+        compiled, num_warps = compiled_as_launched(monkeypatch, name, launch, *given)
+        registers, stack, accesses = machine_code(compiled, tmp_path)
+        assert (stack, [access for access in accesses if access[2] == "L"]) == (0, []), f"{name} spills"
+        # Statistics of float32 with entropies have twice as many bytes under way, and fill three quarters.
+        limit = 40 if (name, dtype, with_entropy) == ("_statistics_kernel", torch.float32, True) else 32
+        assert registers <= limit, f"{name} takes {registers} registers a thread"
+        vectors = block * rows.element_size() // (num_warps * 32 * 16)
+        wide = {access[:3]: number for access, number in accesses.items() if access.endswith(".128")}
+        assert wide == {"LDG": vectors} | ({"STG": vectors} if stores else {}), f"{name}: {accesses}"
 
 
 def test_the_module_can_be_imported_without_triton(monkeypatch):

@@ -9,27 +9,10 @@ import pytest
 
 from tests import te_cpu
 from tests.distributed.tiny import FAMILIES
-from tests.integration.sglang_servers import sglang_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500)]
+from .suites import DEVICES, has_sources, on_the_emulated_device
 
-
-@pytest.fixture(scope="module", autouse=True)
-def transformer_engine():
-    if not (te_cpu.sources() / ".installed").is_file():
-        pytest.skip(f"no Transformer Engine in {te_cpu.sources()}: run tools/install_te_sources.sh")
-
-
-def on_the_emulated_device(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.te_cpu.plugin", "-p", "no:cacheprovider", *arguments],
-        cwd=te_cpu.REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(te_cpu.REPOSITORY), "PYTEST_ADDOPTS": "", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=2400,
-    )
-
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500), has_sources]
 
 POLICY = "tests/numerics/test_policy_against_transformers.py"
 DEEPSEEK = "tests/numerics/test_deepseek.py"
@@ -41,18 +24,6 @@ IN_GATE = (
     ),
     f"{DEEPSEEK}::test_an_update_moves_each_bias_towards_balance",
 )
-
-
-DEVICES = ("tests/te_cpu/emulated/test_devices.py", "tests/te_cpu/emulated/test_engines.py")
-
-
-def test_nothing_mixes_tensors_of_host_and_gpu():
-    """In a process of its own: Transformer Engine and Megatron keep tensors of the models before, which have no tag."""
-    sglang_python()  # One of the files runs engines.
-    result = on_the_emulated_device(*DEVICES)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 25
-    assert "skipped" not in result.stdout.splitlines()[-1], result.stdout[-500:]
 
 
 def test_what_needs_a_gpu_passes_on_the_emulated_one(pytestconfig):

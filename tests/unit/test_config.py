@@ -436,7 +436,7 @@ def test_a_resolved_configuration_reads_back_equal(file, tmp_path):
 
 
 def test_the_papers_run_has_the_papers_numbers():
-    run = load_config(RunConfig, CONFIGS / "qwen2.5-32b-dapo.yaml")
+    run = load_config(RunConfig, CONFIGS / "qwen2.5-32b-dapo-128gpu.yaml")
     assert (run.batch.groups_per_step, run.batch.group_size, run.generation_groups) == (512, 16, 1536)
     assert run.batch.updates_per_step == 16
     assert run.batch.mini_batch_groups * run.batch.group_size == 512
@@ -445,9 +445,10 @@ def test_the_papers_run_has_the_papers_numbers():
     assert (run.optimizer.learning_rate, run.optimizer.weight_decay, run.optimizer.warmup_steps) == (1e-6, 0.1, 20)
     assert (run.evaluation.samples_per_prompt, run.evaluation.top_p) == (32, 0.7)
     assert run.algorithm.kl.coefficient == 0
-    assert run.parallel.data_size(128) * run.parallel.tensor * run.parallel.pipeline == 128
+    engines = run.rollout.fleet.min_engines * run.rollout.fleet.engine_tensor
+    assert run.parallel.world_size + engines == 128
     text = "\n".join(describe_run(run, 1))
-    assert "128 processes = tensor 8 x pipeline 4 x data 4" in text
+    assert "64 processes = tensor 4 x pipeline 2 x context 4 x data 2" in text
     assert "updates per step: 16" in text
     assert "32,763.9 M parameters" in text
 

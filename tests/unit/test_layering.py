@@ -126,7 +126,7 @@ def heavy_modules(code, *heavy):
 
 def test_a_dry_run_loads_neither_megatron_nor_transformers():
     code = (
-        "import sys; sys.argv = ['x', '--config', 'configs/qwen2.5-32b-dapo.yaml', '--dry-run']\n"
+        "import sys; sys.argv = ['x', '--config', 'configs/qwen2.5-32b-dapo-128gpu.yaml', '--dry-run']\n"
         "import runpy; runpy.run_path('launch/train_dapo.py', run_name='__main__')"
     )
     assert heavy_modules(code, "megatron", "transformers") == "[]"

@@ -36,7 +36,9 @@ SCRIPTS = {
     "tools/replay_step.py": "replay-step",
     "tools/show_samples.py": "show-samples",
 }
-# A simulation is run as shown, of one small step: that of a page takes a minute.
+# A simulation is run as shown, of one small step, and GPUs are divided of which there are few: those of a page take a
+# minute.
+FEW_GPUS = "16"
 SMALL_SIMULATION = ["--simulated-steps", "1", "batch.group_size=4"]
 SMALL_SIMULATION += [f"batch.{name}=8" for name in ("groups_per_step", "mini_batch_groups", "generation_groups")]
 _SHELL = re.compile(r"(?:<!-- (?P<marker>[^>]*) -->\n\n? *)?```(?:bash|sh|shell)\n(?P<block>.*?)```", re.DOTALL)
@@ -140,6 +142,8 @@ def run_shown(command):
         return True
     if "--simulate" in words:
         words += SMALL_SIMULATION
+    if "--total-gpus" in words:
+        words[words.index("--total-gpus") + 1] = FEW_GPUS
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [f"dapo-mega {words[1]}", *words[2:]])
         try:

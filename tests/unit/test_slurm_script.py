@@ -15,8 +15,9 @@ NODES = ("node1", "node2", "node3", "node4", "node5")
 
 # Runs the command once for each machine of --nodelist, as srun does with one task each.
 SRUN = """#!/bin/bash
+echo "srun $*" >> "$CALLS.srun"
 while [[ "$1" == --* ]]; do case "$1" in --nodelist=*) nodes=${1#*=};; esac; shift; done
-trap 'kill $(jobs -p) 2>/dev/null; exit 143' TERM
+trap 'kill $(jobs -p) 2>/dev/null; wait; exit 143' TERM
 for node in ${nodes//,/ }; do SLURMD_NODENAME=$node "$@" & pids+=($!); done
 for pid in "${pids[@]}"; do wait "$pid" || result=$?; done
 exit "${result:-0}"
@@ -33,6 +34,8 @@ exit "${{DRY_RUN_RESULT:-0}}"
 ENGINES = f"""#!/bin/bash
 trap 'echo "$SLURMD_NODENAME engines ended" >> "$CALLS"; kill $!; exit 0' TERM
 {TOLD}
+[ -z "$ENGINES_FAIL" ] || exit 1
+echo "all engines serve: urls"
 sleep 60 &
 wait
 """
@@ -92,7 +95,7 @@ def test_engines_and_trainer_start_on_their_machines_with_one_key(job):
     for rank, line in enumerate(trainers):
         assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend bound --rdzv-endpoint 10.0.0.1:29500 --log-dir " in line
         assert f" --rdzv-conf rank={rank} launch/train_dapo.py --config my run.yaml output_dir=" in line
-        assert "rollout.placement=fleet rollout.fleet.rendezvous=10.0.0.1:21600" in line
+        assert "rollout.placement=fleet rollout.fleet.engine_tensor=2 rollout.fleet.rendezvous=10.0.0.1:21600" in line
         assert line.endswith("checkpoint.grace_s=500 parallel.world_size=16")
         assert "shutdown=540" in line
     engines = sorted(line for line in calls if "serve_rollouts.py" in line)
@@ -142,7 +145,30 @@ def test_a_wrong_configuration_starts_nothing(job):
     assert not [line for line in calls if "/torchrun " in line or "serve_rollouts" in line]
 
 
-def test_machines_for_engines_must_be_left(job):
+def test_without_machines_of_their_own_engines_share_the_trainers_gpus(job, tmp_path):
     result, calls, output = job(TRAINER_NODES=5)
+    assert result == 0, output
+    engines = [line for line in calls if "serve_rollouts.py" in line]
+    trainers = [line for line in calls if "/torchrun " in line]
+    assert sorted(line.split()[0] for line in engines) == sorted(line.split()[0] for line in trainers) == [*NODES]
+    assert all(
+        "--tensor-parallel 2 --rendezvous 10.0.0.1:21600 --colocated --memory-fraction 0.7" in e for e in engines
+    )
+    assert all("rollout.placement=colocated weight_sync.transport=disk" in line for line in trainers)
+    assert calls.index(trainers[0]) > max(map(calls.index, engines)), "the trainer waits until all engines serve"
+    steps = [line for line in (tmp_path / "calls.srun").read_text().splitlines() if line.startswith("srun ")]
+    assert len(steps) == 3
+    assert all("--overlap" in step for step in steps)
+
+
+def test_engines_that_share_gpus_and_end_end_the_job(job):
+    result, calls, output = job(TRAINER_NODES=5, ENGINES_FAIL="yes")
+    assert result == 1
+    assert "error: the engines ended; see" in output
+    assert not [line for line in calls if "/torchrun " in line]
+
+
+def test_more_trainers_than_machines_are_refused(job):
+    result, calls, output = job(TRAINER_NODES=6)
     assert (result, calls) == (2, [])
-    assert "leave none for engines" in output
+    assert "TRAINER_NODES=6 are more than the job's 5 machines" in output

@@ -24,7 +24,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,12 +61,14 @@ _UPDATES = 3
 
 @dataclass(frozen=True)
 class Crowd:
-    """Many requests in flight at once; memory in MB, `most_overtaken` in places between submission and answer."""
+    """Many requests in flight at once; memory in MB, `most_overtaken` in places between submission and answer.
+    `again_s` is the CPU time of as many requests that follow at once and find the connections of the last ones."""
 
     num_requests: int
     most_in_flight: int
     peak_growth_mb: float
     cpu_s: float
+    again_s: float
     wall_s: float
     most_overtaken: int
 
@@ -112,7 +114,8 @@ class _Noting(SingleTurn):
 
 
 async def measure_crowd(num_requests: int) -> Crowd:
-    """Two requests for every place, so that one half waits while the other is in flight. Of places for which this
+    """Two requests for every place, so that one half waits while the other is in flight; then the same again, answered
+    as they come. Of places for which this
     process may not open enough files, those are left out."""
     per_engine = num_requests // _NUM_ENGINES
     most_per_engine = min(per_engine, (raise_file_limit() - _OTHER_FILES) // _NUM_ENGINES)
@@ -130,19 +133,23 @@ async def measure_crowd(num_requests: int) -> Crowd:
         memory, cpu, wall = _peak_memory_mb(), time.process_time(), time.perf_counter()
         for client in clients:
             dispatcher.add_engine(client, 0)
-        groups = [_group(requests[i : i + _GROUP_SIZE]) for i in range(0, len(requests), _GROUP_SIZE)]
-        tasks = [asyncio.create_task(group.roll_out(environment, dispatcher.generate)) for group in groups]
+        tasks = [asyncio.create_task(rollout) for rollout in _rollouts(requests, dispatcher, environment)]
         while not (in_flight := sum(engine.in_flight for engine in dispatcher.engines())):
             await asyncio.sleep(0)
         async with asyncio.timeout(_TIMEOUT_S):
             await _all_answered(tasks)
-        assert dispatcher.counts["requests_answered"] == 2 * num_requests
+        growth, cpu, wall = _peak_memory_mb() - memory, time.process_time() - cpu, time.perf_counter() - wall
+        again = time.process_time()
+        async with asyncio.timeout(_TIMEOUT_S):
+            await _all_answered(_rollouts(requests, dispatcher))
+        assert dispatcher.counts["requests_answered"] == 4 * num_requests
         crowd = Crowd(
             num_requests=2 * num_requests,
             most_in_flight=in_flight,
-            peak_growth_mb=_peak_memory_mb() - memory,
-            cpu_s=time.process_time() - cpu,
-            wall_s=time.perf_counter() - wall,
+            peak_growth_mb=growth,
+            cpu_s=cpu,
+            again_s=time.process_time() - again,
+            wall_s=wall,
             most_overtaken=max(place - request_id for place, request_id in enumerate(environment.order)),
         )
         await dispatcher.close()
@@ -152,6 +159,14 @@ async def measure_crowd(num_requests: int) -> Crowd:
 
 def _group(requests: Sequence[GenerationRequest]) -> OpenGroup:
     return OpenGroup(Prompt(0, "", requests[0].prompt_token_ids, ""), tuple(requests))
+
+
+def _rollouts(
+    requests: Sequence[GenerationRequest], dispatcher: Dispatcher, environment: SingleTurn = SINGLE_TURN
+) -> list[Coroutine[Any, Any, object]]:
+    """In groups of 16, as training rolls them out."""
+    groups = [_group(requests[i : i + _GROUP_SIZE]) for i in range(0, len(requests), _GROUP_SIZE)]
+    return [group.roll_out(environment, dispatcher.generate) for group in groups]
 
 
 async def _all_answered(awaited: Sequence[Awaitable[object]]) -> None:
@@ -191,10 +206,11 @@ def _peak_memory_mb() -> float:
 
 def _report_crowd(crowd: Crowd) -> list[str]:
     return [
-        "| requests | in flight | memory, MB | CPU per request, ms | requests/s | most places overtaken |",
-        "|---|---|---|---|---|---|",
+        "| requests | in flight | memory, MB | CPU per request, ms | again, ms | requests/s | most places overtaken |",
+        "|---|---|---|---|---|---|---|",
         f"| {crowd.num_requests} | {crowd.most_in_flight} | {crowd.peak_growth_mb:.0f} | "
-        f"{crowd.cpu_s / crowd.num_requests * 1e3:.2f} | {crowd.num_requests / crowd.wall_s:.0f} | "
+        f"{crowd.cpu_s / crowd.num_requests * 1e3:.2f} | {crowd.again_s / crowd.num_requests * 1e3:.2f} | "
+        f"{crowd.num_requests / crowd.wall_s:.0f} | "
         f"{crowd.most_overtaken} |",
     ]
 
@@ -206,7 +222,8 @@ def _report_turns(num_turns: int, num_rounds: int) -> list[str]:
     ]
     with _scripted_engines(_TURNS_PER_ENGINE, holds_back=False, vocab_size=_TURN_VOCABULARY) as urls:
         for prompt_tokens, new_tokens in _TURN_SIZES:
-            requests = _requests(num_turns, _TURN_VOCABULARY, [new_tokens] * num_turns, prompt_tokens)
+            count = num_turns + len(urls) * _TURNS_PER_ENGINE
+            requests = _requests(count, _TURN_VOCABULARY, [new_tokens] * count, prompt_tokens)
             sides = {
                 "client": lambda requests=requests: asyncio.run(_through_client(urls, requests)),
                 "bare": lambda requests=requests: asyncio.run(_through_aiohttp(urls, requests)),
@@ -221,7 +238,7 @@ def _report_turns(num_turns: int, num_rounds: int) -> list[str]:
 
 
 async def _through_client(urls: Sequence[str], requests: Sequence[GenerationRequest]) -> Duration:
-    """In groups of 16, as training rolls them out."""
+    """As many turns as connections open these before the others are measured."""
     clients = [EngineClient(url, _KEY) for url in urls]
     dispatcher = Dispatcher(
         vocab_size=_TURN_VOCABULARY,
@@ -231,9 +248,10 @@ async def _through_client(urls: Sequence[str], requests: Sequence[GenerationRequ
     )
     for client in clients:
         dispatcher.add_engine(client, 0)
+    opening = len(urls) * _TURNS_PER_ENGINE
+    await _all_answered(_rollouts(requests[:opening], dispatcher))
     wall, cpu = time.perf_counter(), time.process_time()
-    groups = [_group(requests[i : i + _GROUP_SIZE]) for i in range(0, len(requests), _GROUP_SIZE)]
-    await _all_answered([group.roll_out(SINGLE_TURN, dispatcher.generate) for group in groups])
+    await _all_answered(_rollouts(requests[opening:], dispatcher))
     duration = Duration(time.perf_counter() - wall, time.process_time() - cpu)
     await dispatcher.close()
     await asyncio.gather(*(client.close() for client in clients))
@@ -243,9 +261,9 @@ async def _through_client(urls: Sequence[str], requests: Sequence[GenerationRequ
 async def _through_aiohttp(urls: Sequence[str], requests: Sequence[GenerationRequest]) -> Duration:
     """The same calls from as many loops as places, whose answers are parsed and thrown away."""
     payloads = [generate_payload(request, [], f"{request.request_id}.") for request in requests]
-    waiting = iter([{**payload, "input_ids": list(map(int, payload["input_ids"]))} for payload in payloads])
+    bodies = [{**payload, "input_ids": list(map(int, payload["input_ids"]))} for payload in payloads]
 
-    async def place(url: str) -> None:
+    async def place(url: str, waiting: Iterator[dict[str, Any]]) -> None:
         for payload in waiting:
             async with session.post(f"{url}/generate", json=payload) as response:
                 json.loads(await response.read())
@@ -253,8 +271,11 @@ async def _through_aiohttp(urls: Sequence[str], requests: Sequence[GenerationReq
     headers = {"Authorization": f"Bearer {_KEY}"}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, headers=headers, raise_for_status=True) as session:
+        places = [url for url in urls for _ in range(_TURNS_PER_ENGINE)]
+        await asyncio.gather(*(place(url, iter([body])) for url, body in zip(places, bodies, strict=False)))
         wall, cpu = time.perf_counter(), time.process_time()
-        await asyncio.gather(*(place(url) for url in urls for _ in range(_TURNS_PER_ENGINE)))
+        waiting = iter(bodies[len(places) :])
+        await asyncio.gather(*(place(url, waiting) for url in places))
         return Duration(time.perf_counter() - wall, time.process_time() - cpu)
 
 

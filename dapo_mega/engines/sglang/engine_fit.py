@@ -19,6 +19,12 @@ def incompatibility(info: EngineInfo, config: RunConfig, vocab_size: int) -> str
             f"its context of {info.context_length} tokens is shorter than data.max_prompt_tokens + "
             f"rollout.max_response_tokens = {longest}; start it with --context-length {longest}"
         )
+    size = config.rollout.fleet.engine_tensor
+    if size is not None and info.tp_size != size:
+        return (
+            f"it runs on {info.tp_size} GPU(s) but rollout.fleet.engine_tensor={size}; start it with --tensor-parallel "
+            f"{size}, or set rollout.fleet.engine_tensor to null"
+        )
     wanted = config.engine_dtype
     if wanted == "fp8":
         if info.quantization != "fp8":

@@ -14,7 +14,7 @@ import pickletools
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -194,17 +194,21 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / METADATA_FILE
     try:
         check_regular(file)
-        root = _unpickled(file.read_bytes(), _OF_METADATA)
-        state = _state(root, f"{_METADATA}.Metadata")
-        stored = {_text(key): _stored(item) for key, item in _dict(state["state_dict_metadata"]).items()}
-        places = {_index(key): _place(item) for key, item in _dict(state["storage_data"]).items()}
+        stored, places = _stored_and_places(file.read_bytes())
     except _ForbiddenName as error:
         raise InputError(f"{file} names {error}, which no checkpoint's metadata needs; {_REMEDY}") from None
     except InputError:
         raise
     except (OSError, *DAMAGED_PICKLE) as error:
         raise InputError(f"{file} cannot be read ({_reason(error)}); copy or save it again") from error
-    return Metadata(stored, storage_data=places)
+    return Metadata(dict(stored), storage_data=dict(places))
+
+
+@lru_cache(maxsize=1)  # A checkpoint's is asked for six times as it is loaded.
+def _stored_and_places(data: bytes) -> tuple[dict[str, Any], dict[MetadataIndex, _StorageInfo]]:
+    state = _state(_unpickled(data, _OF_METADATA), f"{_METADATA}.Metadata")
+    stored = {_text(key): _stored(item) for key, item in _dict(state["state_dict_metadata"]).items()}
+    return stored, {_index(key): _place(item) for key, item in _dict(state["storage_data"]).items()}
 
 
 def _state(record: Any, *names: str) -> dict[str, Any]:

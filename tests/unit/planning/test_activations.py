@@ -46,15 +46,17 @@ def test_full_recompute_keeps_the_input_of_every_group():
 
 def test_recomputing_the_mlp_leaves_it_out_until_the_backward_pass():
     model = kept("transformer_engine", compute={"recompute": "selective", "recompute_modules": ["mlp"]})
-    mlp = model.whole_layer(0).mlp
-    assert model.kept_layer(0).total == model.whole_layer(0).total - mlp
-    assert model.recomputed_peak(MIDDLE) == mlp
+    # With its norm, of which the input stays.
+    layer = model.whole_layer(0)
+    repeated = layer.mlp + layer.late_norm - model.hidden
+    assert model.kept_layer(0).total == layer.total - repeated
+    assert model.recomputed_peak(MIDDLE) == repeated
 
 
 def test_recomputing_flash_attention_saves_less_than_it_keeps_instead():
-    # Queries, keys and the product they were cut from, against queries, keys, values, output and row sums.
+    # Queries, keys, the product they were cut from, and the output, against queries, keys, values, output and row sums.
     model = kept("transformer_engine", compute={"recompute": "selective"})
-    assert model.kept_layer(0).attention == 64 * 2 * 2 * (4 + 2 + 8)
+    assert model.kept_layer(0).attention == 64 * 2 * 2 * (4 + 2 + 8 + 4)
     assert model.kept_layer(0).attention > model.whole_layer(0).attention - 64 * 16
 
 

@@ -78,7 +78,7 @@ def record(run, at_work, idle_share=0.4):
     time, speed = expected.time, expected.generation.speed
     stages = {
         "time/score_s": time.scoring * FACTORS.scoring,
-        "time/update_s": (time.training - time.scoring) * FACTORS.updates,
+        "time/update_s": (time.training - time.scoring - time.besides) * FACTORS.updates,
         "time/weight_sync_s": time.weights * FACTORS.weights,
         "time/rollout_s": 3.0,
         "time/checkpoint_s": 9.0,
@@ -143,7 +143,7 @@ def test_the_command_plans_and_simulates_with_the_factors_and_names_them(run, ca
     assert "qwen2 with" in lines[0]
     assert "4 GPUs, 2 engines" in lines[0]
     assert "200 tokens a response, spread 0.83, 80% of the groups kept" in lines[2]
-    assert any("+ 0.25 besides (--calibrate)" in line for line in lines)
+    assert any("+ 0.25 besides" in line for line in lines)
     plan.main([*command, "--simulate", "--simulated-steps", "1"])
     assert "mean 200 and spread 0.833 (--length-spread), 80% of the groups kept" in capsys.readouterr().out
 

@@ -17,8 +17,13 @@ from dapo_mega.planning.parameters import num_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TOOL = REPOSITORY / "tools" / "plan_run.py"
-CONFIG = str(REPOSITORY / "configs" / "qwen2.5-32b-dapo.yaml")
+CONFIG = str(REPOSITORY / "configs" / "qwen2.5-32b-dapo-128gpu.yaml")
 ARCHITECTURE = f"model.architecture={REPOSITORY / 'configs' / 'architectures' / 'qwen2.5-32b.json'}"
+# A layout of four stages, with engines of the size that a plan chooses.
+LAYOUT = [
+    "parallel={world_size: 128, tensor: 8, pipeline: 4, virtual_pipeline: 1, context: 1}",
+    "rollout.fleet.engine_tensor=null",
+]  # fmt: skip
 OWN_ENGINES = ["--engine-gpus", "32", "--engine-tensor", "4"]
 
 
@@ -28,7 +33,7 @@ def tool():
 
 
 def lines(tool, capsys, *arguments):
-    tool.main([CONFIG, ARCHITECTURE, *arguments])
+    tool.main([CONFIG, ARCHITECTURE, *LAYOUT, *arguments])
     return capsys.readouterr().out.splitlines()
 
 
@@ -71,12 +76,20 @@ def number(pattern, text):
 
 
 def test_the_papers_run_fits_as_it_is_shipped_with_its_engines(tool, capsys):
-    text = "\n".join(lines(tool, capsys))
+    tool.main([CONFIG, ARCHITECTURE])
+    text = capsys.readouterr().out
     assert "FIT" not in text
     assert number(r"  fits: ([\d.]+) GiB on stage 0", text) < 75
-    assert "rollout engine: 16 GPUs of their own, 8 engine(s) (rollout.fleet" in text
+    assert (
+        "rollout engine: 64 GPUs of their own, 8 engine(s) (rollout.fleet, --engine-gpus plans others), tensor 8"
+        in text
+    )
     assert number(r"  engines fit: ([\d.]+) GiB", text) < 72
     assert number(r"with (\d+) engines on", text) > 8
+    # Neither side waits for the other for more than half of the step.
+    training = number(r"step time without generation: ([\d.,]+) s", text)
+    both = number(r"with one round of generation ([\d.,]+) s", text)
+    assert 1.5 < both / training < 3
     head = lines(tool, capsys, "--propose", "--gpus", "128")[0]
     assert number(r"(\d+) of them fit", head) > 0
 
@@ -199,7 +212,7 @@ def test_with_more_engines_and_recompute_the_papers_run_fits(tool, capsys):
     text = lines(tool, capsys, *OWN_ENGINES, "compute.recompute=full")
     assert any("  fits: " in line for line in text)
     assert any("rollout engine: 32 GPUs of their own, 8 engine(s) (--engine-gpus), tensor 4" in line for line in text)
-    assert any("activations of Transformer Engine's layers are derived" in line for line in text)
+    assert any("checked against what Transformer Engine's Python keeps" in line for line in text)
     local = lines(tool, capsys, *OWN_ENGINES, "model.layer_implementation=local")
     assert any("checked against real allocations on the CPU" in line for line in local)
 
@@ -285,7 +298,8 @@ def test_gpus_of_several_machines_are_divided_by_machines(tool, capsys, small):
         (["--total-gpus", "128", "--gpus", "64"], "proposes layouts itself; leave --gpus out"),
         (["parallel.tensor=3", "parallel.world_size=96"], "choose one of [1, 2, 4, 8]"),
         (["--gpus", "100"], "not a multiple of tensor 8 x pipeline 4 = 32"),
-        (["--mfu", "0"], "--mfu=0 must be larger than 0"),
+        (["--flops-share", "0"], "--flops-share=0 must be larger than 0"),
+        (["--memory-share", "1.1"], "--memory-share=1.1 is a share; give at most 1"),
         (["--engine-gpus", "6", "--engine-tensor", "4"], "must be a multiple of --engine-tensor=4"),
         (["--engine-gpus", "0"], "--engine-gpus=0 must be larger than 0"),
         ([*EMBEDDED, "--engine-gpus", "8"], "and rollout.placement=embedded; add rollout.placement=fleet"),

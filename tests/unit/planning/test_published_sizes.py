@@ -10,7 +10,7 @@ from dapo_mega.commands import plan
 from dapo_mega.models.families import find_family, language_config
 from dapo_mega.planning.parameters import num_active_parameters, num_parameters
 
-CONFIG = str(Path(__file__).resolve().parents[3] / "configs" / "qwen2.5-32b-dapo.yaml")
+CONFIG = str(Path(__file__).resolve().parents[3] / "configs" / "qwen2.5-32b-dapo-128gpu.yaml")
 
 GLM = {
     "model_type": "glm4_moe",
@@ -289,9 +289,11 @@ MODELS = {
     "Qwen3.5-35B-A3B": (Qwen3_5MoeConfig().to_dict(), 35),
 }
 RUN = [
+    "rollout.fleet.engine_tensor=null",
     "parallel.tensor=2",
     "parallel.sequence=true",
     "parallel.pipeline=2",
+    "parallel.virtual_pipeline=1",
     "parallel.context=1",
     "parallel.world_size=64",
     "data.max_prompt_tokens=1024",

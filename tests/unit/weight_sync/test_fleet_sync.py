@@ -407,7 +407,7 @@ def test_memory_of_this_machine_reaches_engines_bucket_by_bucket(processes, flee
     engine = fleet.engines[LOCAL_URL]
     assert engine.versions == [(None, False), (None, False), ("4", True)]
     assert engine.calls == ["begin", "tensor", "tensor", "tensor", "end"]
-    assert "set weight_sync.transport to distributed or disk" in fleet.away["http://far.away"]
+    assert "set weight_sync.transport to disk, or to distributed for engines on GPUs" in fleet.away["http://far.away"]
 
 
 def test_a_shared_folder_holds_the_checkpoint_of_the_last_version_only(processes, fleet, tmp_path):
