@@ -34,7 +34,7 @@ def _collectives(roles: Roles, events: Mapping[int, Sequence[Event]]) -> Iterato
             if event.operation not in _BETWEEN_TWO:
                 by_group[event.group][rank].append(event)
     for group, lists in by_group.items():
-        members = sorted({roles.like(rank) for rank in group.ranks} & events.keys())
+        members = roles.within(group.ranks)
         first = members[0]
         for rank in members[1:]:
             if text := _first_difference(roles, first, lists[first], rank, lists[rank]):
@@ -95,7 +95,7 @@ def _cycle(roles: Roles, events: Mapping[int, Sequence[Event]]) -> Iterator[str]
     sent: Counter[tuple[GroupName, int, int]] = Counter()
     taken: Counter[tuple[GroupName, int, int]] = Counter()
     entered: set[tuple[int, int]] = set()
-    members = {group: {roles.like(rank) for rank in group.ranks} & events.keys() for group in _groups(events)}
+    members = {group: roles.within(group.ranks) for group in _groups(events)}
 
     def continues(rank: int) -> bool:
         """Whether the rank's next event is over; what it gives to others is given in any case."""

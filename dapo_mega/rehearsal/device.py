@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from dapo_mega.rehearsal.places import place
@@ -114,7 +114,7 @@ class PretendedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = _tensors((*args, *kwargs.values()))
         is_here = any(tensor.is_meta for tensor in tensors)
         device = kwargs.get("device")
         if not is_here and device != DEVICE:
@@ -175,8 +175,12 @@ def known_of(tensor: Tensor) -> Tensor | None:
 
 def _known_result(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
     """What the operation gives on known values, if it is of such only."""
-    values = [known_of(tensor) for tensor in tensors]
-    if any(value is None for value in values) or sum(value.numel() for value in values if value is not None) > _LARGEST_KNOWN:
+    size = 0
+    for tensor in tensors:
+        if (value := known_of(tensor)) is None:
+            return None
+        size += value.numel()
+    if size > _LARGEST_KNOWN:
         return None
     if not tensors and func._overloadpacket in _WITHOUT_VALUES:
         return None
@@ -206,7 +210,20 @@ def _with_known_shapes(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return (args[0], indices, *args[2:]), kwargs
 
 
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the arguments of an operation, which are nested in lists only."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
 def _pairs(result: Any, known: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(result, Tensor):
+        return iter(((result, known),))
     leaves = tree_leaves(result)
     values = tree_leaves(known) if known is not None else [None] * len(leaves)
     return zip(leaves, values, strict=True)

@@ -130,11 +130,10 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None) -> Pl
             scores = trainer.score(0)
             if scores.penalties is not None:
                 trainer.set_advantages(np.zeros_like(scores.penalties))
-        for name in ("first update", "update"):
-            with phase(name):
-                trainer.update(0.0)
-            for model in models:
-                device.call_it("optimizer", optimizer_state(model.optimizer))
+        with phase("update"):
+            trainer.update(0.0)
+        for model in models:
+            device.call_it("optimizer", optimizer_state(model.optimizer))
         always = {kind: device.live[kind] for kind in ("parameters", "gradients", "optimizer")}
         with phase("weights"):
             for bucket in trainer.policy.weights(config.weight_sync.bucket_bytes):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from dapo_mega.config import ParallelConfig
@@ -16,7 +16,7 @@ _ALL_UP_TO: Final = 8
 @dataclass(frozen=True)
 class Roles:
     """Ranks of a layout that do the same. Along tensor, context and data parallelism the first rank leads, and all
-    others are alike; every pipeline stage is different."""
+    others are alike; every pipeline stage is different. A small world is rehearsed rank by rank."""
 
     parallel: ParallelConfig
     world_size: int
@@ -39,24 +39,28 @@ class Roles:
         sizes = self.sizes
         return tensor + sizes[0] * (context + sizes[1] * (data + sizes[2] * stage))
 
-    def like(self, rank: int) -> int:
-        """The rehearsed rank that stands for a rank."""
-        if self.world_size <= _ALL_UP_TO:
-            return rank
-        tensor, context, data, stage = self.place(rank)
-        return self.rank(min(tensor, 1), min(context, 1), min(data, 1), stage)
-
+    @cached_property
     def rehearsed(self) -> list[int]:
-        """The ranks that are rehearsed, in order."""
-        return sorted({self.like(rank) for rank in self._ends()})
-
-    def _ends(self) -> Iterator[int]:
+        """The ranks that are rehearsed, in order: of each stage its first, and one that is second along tensor, context
+        or data parallelism."""
         if self.world_size <= _ALL_UP_TO:
-            yield from range(self.world_size)
-            return
-        sizes = self.sizes
-        for place in itertools.product(*(range(min(size, 2)) for size in sizes[:3]), range(sizes[3])):
-            yield self.rank(*place)
+            return list(range(self.world_size))
+        firsts = [(0, 0, 0), *((i == 0, i == 1, i == 2) for i in range(3) if self.sizes[i] > 1)]
+        return sorted(self.rank(*map(int, place), stage) for place in firsts for stage in range(self.sizes[3]))
+
+    def within(self, group: Sequence[int]) -> list[int]:
+        """The rehearsed ranks of a group."""
+        return [rank for rank in self.rehearsed if rank in group]
+
+    def stand_in(self, rank: int, group: Sequence[int]) -> int:
+        """The rehearsed rank of a group that does what a rank of it does: the first of a dimension leads, the second
+        stands for the others."""
+        here = self.within(group)
+        if rank in here:
+            return rank
+        place = self.place(rank)
+        alike = [other for other in here if all(bool(a) >= bool(b) for a, b in zip(place, self.place(other), strict=True))]
+        return max(alike or here)
 
     def describe(self, rank: int) -> str:
         """Such as "stage 1, tensor 0, context 1, data 1"."""

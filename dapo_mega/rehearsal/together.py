@@ -98,7 +98,7 @@ class _Switchboard(Generic[T]):
             case "send":
                 assert request.event
                 self._sent[request.key, rank, request.event.peer].append(request.value)
-                to = self.roles.like(request.event.peer or 0)
+                to = request.event.peer
                 if to in self.waiting and self.waiting[to].kind == "receive":
                     self._deliver(to)
             case "receive":
@@ -108,14 +108,12 @@ class _Switchboard(Generic[T]):
     def _complete(self, key: Any) -> None:
         members = key[0].ranks
         given = self._gathered[key]
-        if not {self.roles.like(rank) for rank in members} <= given.keys():
+        if len(given) < len(self.roles.within(members)):
             return
-        first = next(iter(given.values()))
-        for rank, request in given.items():
-            assert request.event and first.event
-            if request.event.operation != first.event.operation:
-                raise Stuck(self._who_waits())
-        values = [given[self.roles.like(member)].value for member in members]
+        operations = {request.event.operation for request in given.values() if request.event}
+        if len(operations) > 1:
+            raise Stuck(self._who_waits())
+        values = [given[self.roles.stand_in(member, members)].value for member in members]
         for rank in self._gathered.pop(key):
             self._answer(rank, values)
 
@@ -124,10 +122,10 @@ class _Switchboard(Generic[T]):
         assert request.event
         source = request.event.peer
         assert source is not None
-        for pair in ((source, to), (self.roles.like(source), to)):
-            if queue := self._sent.get((request.key, *pair)):
-                self._answer(to, queue.popleft())
-                return
+        if source not in self.connections and not request.event.is_host:
+            self._answer(to, None)
+        elif given := self._sent[request.key, source, to]:
+            self._answer(to, given.popleft())
 
     def _answer(self, rank: int, value: Any) -> None:
         del self.waiting[rank]
@@ -152,7 +150,7 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
     gc.collect()
     gc.freeze()
     try:
-        for rank in roles.rehearsed():
+        for rank in roles.rehearsed:
             here, there = context.Pipe()
             process = context.Process(target=_play, args=(work, rank, there, [here, *connections.values()]), daemon=True)
             process.start()

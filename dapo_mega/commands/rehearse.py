@@ -1,0 +1,47 @@
+"""Rehearse a run: a step of its real code as every rank that differs, of any number of GPUs, on a CPU.
+
+dapo-mega rehearse configs/qwen2.5-32b-dapo-128gpu.yaml
+dapo-mega rehearse configs/qwen2.5-32b-dapo-128gpu.yaml parallel.tensor=8 parallel.pipeline=4
+dapo-mega rehearse run.yaml --gpus 16
+
+Nothing is allocated and nothing computed: shapes, memory, operations and communications are those of the real code. The
+model's weights need not be here: model.architecture (a config.json) is enough; of a model that is here, names and shapes
+of its tensors are checked.
+"""
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from dapo_mega.cli import print_once, quiet_libraries
+from dapo_mega.config import RunConfig, load_config
+from dapo_mega.errors import InputError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="dapo-mega rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path, help="YAML file of a run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
+    parser.add_argument("--gpus", type=int, help="GPUs of the trainer (default: parallel.world_size)")
+    options = parser.parse_intermixed_args(argv)
+    config = load_config(RunConfig, options.config, options.overrides)
+    world_size = options.gpus or config.parallel.world_size or 1
+    parallel = config.parallel.model_copy(update={"world_size": world_size})
+    config = config.model_copy(update={"parallel": parallel})
+    quiet_libraries()
+    warnings.simplefilter("ignore")
+    from dapo_mega.planning.plan import describe_run
+    from dapo_mega.rehearsal.report import report
+    from dapo_mega.rehearsal.run import rehearse_run
+
+    for line in describe_run(config, world_size):
+        print_once(line)
+    rehearsal = rehearse_run(config, world_size)
+    for line in report(rehearsal):
+        print_once(line)
+    if found := rehearsal.disagreements():
+        raise InputError("the run's ranks do not meet: " + "; ".join(found))
+    print_once("ranks agree: every collective meets in its group, and every send has its receive")

@@ -1,0 +1,114 @@
+"""A rehearsal as lines of text, beside what the planner says of the same step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from dapo_mega.planning.communication import step_traffic
+from dapo_mega.planning.memory import GIB, activation_parts
+from dapo_mega.planning.parameters import num_parameters, stage_bytes
+from dapo_mega.planning.step_time import layer_flops
+from dapo_mega.rehearsal.communication import Event
+from dapo_mega.rehearsal.rank import Played
+from dapo_mega.rehearsal.run import Rehearsal
+
+_ALWAYS = ("parameters", "gradients", "optimizer")
+_TRAFFIC = {
+    "TENSOR_MODEL_PARALLEL_GROUP": ("TP + SP gather and scatter", "TP all-reduce", "TP gather and scatter of shared keys"),
+    "CONTEXT_PARALLEL_GROUP": ("CP keys and values",),
+    "DATA_PARALLEL_GROUP_WITH_CP": ("gradient reduce-scatter (DP x CP)", "parameter all-gather (DP x CP)"),
+    "PIPELINE_MODEL_PARALLEL_GROUP": ("PP sends",),
+}
+"""What the planner calls the traffic of Megatron's groups."""
+
+
+def report(rehearsal: Rehearsal) -> Iterator[str]:
+    """Lines on what was rehearsed, memory, operations and communication."""
+    roles, workload = rehearsal.roles, rehearsal.workload
+    played = rehearsal.played
+    first = next(iter(played.values()))
+    yield (
+        f"rehearsed: two updates of {first.num_micro_batches} micro-batches of {workload.full_micro_batch().num_tokens} "
+        f"tokens, scoring and gathering weights included, by {len(played)} of {roles.world_size} ranks, which stand for "
+        f"all; with local layers, whose attention computes in float32 (Transformer Engine's keep less)"
+    )
+    for stage in range(workload.placement.parallel.pipeline):
+        yield from _stage_lines(rehearsal, stage)
+    yield from _traffic_lines(rehearsal)
+
+
+def _stage_lines(rehearsal: Rehearsal, stage: int) -> Iterator[str]:
+    workload, config = rehearsal.workload, rehearsal.config
+    of_stage = {rank: p for rank, p in rehearsal.played.items() if rehearsal.roles.place(rank)[3] == stage}
+    rank, played = max(of_stage.items(), key=lambda pair: max(peak.num_bytes for peak in pair[1].peaks.values()))
+    phase, peak = max(played.peaks.items(), key=lambda pair: pair[1].num_bytes)
+    yield (
+        f"stage {stage}: at most {peak.num_bytes / GIB:.2f} GiB, of {rehearsal.roles.describe(rank)}, in the phase "
+        f"{phase!r} in {peak.operation} at {peak.place}"
+    )
+    held = stage_bytes(workload.placement, stage, config.model, config.compute)
+    planned = dict(zip(_ALWAYS, (held.parameters, held.gradients, held.optimizer), strict=True))
+    planned["activations"] = sum(activation_parts(workload, workload.placement, stage))
+    found = {**played.always, "activations": played.peaks["update"].num_bytes - sum(played.always.values())}
+    for name, size in planned.items():
+        yield f"  {_beside(name, found[name] / GIB, size / GIB, 'GiB')}"
+    operations = _planned_flops(rehearsal, stage)
+    for name, flops in operations.items():
+        yield f"  {_beside(f'{name}: operations', played.flops[name] / 1e12, flops / 1e12, 'TFLOP')}"
+
+
+def _beside(name: str, found: float, planned: float, unit: str) -> str:
+    off = f"{found / planned - 1:+.1%}" if planned else "nothing"
+    return f"{name}: {found:,.3f} {unit}, planned {planned:,.3f} ({off})"
+
+
+def _planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
+    """Of a rank of a stage, of scoring and of an update."""
+    workload, placement = rehearsal.workload, rehearsal.workload.placement
+    sharing = placement.parallel.tensor * placement.parallel.context * placement.data_size
+    tokens = workload.responses_per_step * workload.longest / sharing
+    layers = tokens * sum(layer_flops(placement, workload.longest)) * len(placement.stage_layers[stage])
+    scored = workload.responses_per_step * workload.mean_response / sharing
+    is_last = stage == placement.parallel.pipeline - 1
+    head = is_last * scored * 2.0 * placement.arch.vocab_size * placement.arch.hidden_size
+    passes = 3 + (rehearsal.config.compute.recompute == "full")
+    return {"score": layers + head, "update": passes * layers + (3 + rehearsal.config.compute.fused_output_layer) * head}
+
+
+def _traffic_lines(rehearsal: Rehearsal) -> Iterator[str]:
+    workload = rehearsal.workload
+    planned = {
+        traffic.name: traffic.num_bytes
+        for traffic in step_traffic(workload, "local", num_parameters(workload.placement.arch))
+    }
+    by_rank = {rank: _sent(played) for rank, played in rehearsal.played.items()}
+    for purpose, names in _TRAFFIC.items():
+        expected = sum(planned.get(name, 0.0) for name in names)
+        found = max(sent.get(purpose, 0.0) for sent in by_rank.values())
+        if expected or found:
+            yield f"sent by one rank, {names[0]}: {_beside('bytes', found / GIB, expected / GIB, 'GiB')}"
+    num_events = sum(len(played.events) for played in rehearsal.played.values())
+    groups = {event.group for played in rehearsal.played.values() for event in played.events}
+    yield f"communications: {num_events} of the rehearsed ranks, in {len(groups)} groups"
+
+
+def _sent(played: Played) -> Mapping[str, float]:
+    """Bytes that a rank sends in each kind of group, of tensors of the device: rings in collectives."""
+    sent: dict[str, float] = defaultdict(float)
+    for event in played.events:
+        if not event.is_host and event.phase in ("score", "update"):
+            sent[event.group.purpose] += _bytes_sent(event)
+    return sent
+
+
+def _bytes_sent(event: Event) -> float:
+    size = len(event.group.ranks)
+    shares = {
+        "all_reduce": 2 * (size - 1) / size,
+        "reduce_scatter": (size - 1) / size,
+        "all_to_all": (size - 1) / size,
+        "all_gather": size - 1,
+        "send": 1,
+    }
+    return event.num_bytes * shares.get(event.operation, 0)

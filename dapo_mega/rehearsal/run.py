@@ -1,0 +1,99 @@
+"""Rehearses a run: a step of its real code as every rank that differs, with as few micro-batches as show its peak."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from dapo_mega.config import RunConfig
+from dapo_mega.errors import InputError
+from dapo_mega.models import Architecture
+from dapo_mega.planning.plan import find_architecture
+from dapo_mega.planning.rank_layout import RankLayout
+from dapo_mega.planning.workload import Workload
+from dapo_mega.rehearsal.agreement import disagreements
+from dapo_mega.rehearsal.communication import Exchange, World
+from dapo_mega.rehearsal.rank import Played, rehearse, synthetic_samples, without_values
+from dapo_mega.rehearsal.roles import Roles
+from dapo_mega.rehearsal.together import together
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the rehearsed ranks did. `workload` is the step that was rehearsed, a part of the run's."""
+
+    config: RunConfig
+    workload: Workload
+    roles: Roles
+    played: Mapping[int, Played]
+
+    def disagreements(self) -> list[str]:
+        """See `agreement.disagreements`."""
+        return disagreements(self.roles, {rank: played.events for rank, played in self.played.items()})
+
+
+def rehearse_run(config: RunConfig, world_size: int) -> Rehearsal:
+    """Rehearse two updates. Raises InputError for what cannot be rehearsed, and if ranks wait for each other."""
+    arch, notes = find_architecture(config)
+    if arch is None:
+        raise InputError("; ".join(notes))
+    _check(config, arch)
+    small = _rehearsed_part(config, world_size)
+    workload = Workload(
+        small,
+        RankLayout(arch, config.parallel, world_size),
+        config.data.max_prompt_tokens,
+        config.rollout.max_response_tokens,
+    )
+    samples = synthetic_samples(
+        workload.responses_per_step, small.batch.group_size, workload.longest, config.data.max_prompt_tokens
+    )
+    roles = Roles(config.parallel, world_size)
+    torch.set_num_threads(1)
+    logging.disable(logging.INFO)
+
+    def play(config: RunConfig, rank: int, exchange: Exchange) -> Played:
+        return rehearse(config, World(rank, world_size, exchange), samples if rank == 0 else None)
+
+    with tempfile.TemporaryDirectory() as folder, without_values(small, Path(folder)) as prepared:
+        return Rehearsal(small, workload, roles, together(roles, partial(play, prepared)))
+
+
+def _check(config: RunConfig, arch: Architecture) -> None:
+    reason = ""
+    if arch.experts:
+        reason = f"mixtures of experts ({arch.model_type}), whose routes decide who sends how much to whom"
+    elif arch.gated_delta or arch.latent_attention:
+        reason = f"gated delta layers and latent attention ({arch.model_type})"
+    elif config.lora or config.critic_lora:
+        reason = "LoRA"
+    if reason:
+        raise InputError(f"{reason} cannot be rehearsed yet; dapo-mega plan and a run of one step on GPUs say more")
+
+
+def _rehearsed_part(config: RunConfig, world_size: int) -> RunConfig:
+    """The run with two updates of as many micro-batches as fill the pipeline, all of the longest samples."""
+    parallel, batch = config.parallel, config.batch
+    data_size = parallel.data_size(world_size)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > batch.tokens_per_microbatch:
+        raise InputError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens fit into no micro-batch of "
+            f"batch.tokens_per_microbatch={batch.tokens_per_microbatch}"
+        )
+    stages = parallel.pipeline
+    num_micro_batches = 2 if stages == 1 else 2 * stages if parallel.virtual_pipeline > 1 else stages + 1
+    per_rank = num_micro_batches * (batch.tokens_per_microbatch // longest)
+    # One group for each replica and update.
+    changed = {"groups_per_step": 2 * data_size, "mini_batch_groups": data_size, "group_size": per_rank, "epochs": 1}
+    model = config.model.model_copy(update={"layer_implementation": "local"})
+    fp8 = config.compute.fp8.model_copy(update={"scaling": "none", "params": False})
+    compute = config.compute.model_copy(update={"fp8": fp8})
+    changes = {"batch": batch.model_copy(update=changed), "model": model, "compute": compute}
+    return config.model_copy(update=changes)
