@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("config", type=Path, help="YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
     parser.add_argument("--gpus", type=int, help="GPUs of the trainer (default: parallel.world_size)")
+    parser.add_argument("--gpu-memory-gib", type=float, default=80.0, help="memory of a GPU (80)")
+    parser.add_argument("--reserve-gib", type=float, default=5.0, help="of it left to CUDA, NCCL and fragmentation (5)")
     options = parser.parse_intermixed_args(argv)
     config = load_config(RunConfig, options.config, options.overrides)
     world_size = options.gpus or config.parallel.world_size or 1
@@ -33,13 +35,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = config.model_copy(update={"parallel": parallel})
     quiet_libraries()
     warnings.simplefilter("ignore")
+    from dapo_mega.planning.memory import GIB
     from dapo_mega.planning.plan import describe_run
     from dapo_mega.rehearsal.report import report
     from dapo_mega.rehearsal.run import rehearse_run
 
     for line in describe_run(config, world_size):
         print_once(line)
-    rehearsal = rehearse_run(config, world_size)
+    available = (options.gpu_memory_gib - options.reserve_gib) * GIB
+    rehearsal = rehearse_run(config, world_size, available)
     for line in report(rehearsal):
         print_once(line)
     if found := rehearsal.disagreements():

@@ -155,7 +155,7 @@ class PretendedDevice(TorchDispatchMode):
             # query of a causal attention sees the keys before it.
             shapes, passes = [tensor.shape for tensor in args[_ATTENTION[func] :][:3]], 1 + _ATTENTION[func]
             self.flops += int(passes * sdpa_flop_count(*shapes) * (1 - shapes[0][2] / shapes[1][2] / 2))
-        elif formula := flop_registry.get(func._overloadpacket):
+        elif formula := flop_registry.get(_OUT_OF_PLACE.get(func._overloadpacket, func._overloadpacket)):
             self.flops += formula(*args, **kwargs, out_val=result)
 
 
@@ -164,6 +164,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 1,
 }
 """The place of queries, keys and values among the arguments."""
+_OUT_OF_PLACE = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
 _SHAPED_BY_VALUES = {_aten.nonzero.default, _aten.repeat_interleave.Tensor, _aten._unique2.default}
 _WITHOUT_VALUES = {_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full, _aten.randn, _aten.rand}
 

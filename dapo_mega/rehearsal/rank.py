@@ -6,13 +6,15 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -93,7 +95,7 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None) -> Pl
     os.environ |= {"WORLD_SIZE": str(world.size), "RANK": str(world.rank)}
     world.start()
     _pretend()
-    trainer = _Alone(config, start_processes(config.parallel, config.seed))
+    trainer = TrainerAlone(config, start_processes(config.parallel, config.seed))
     device = PretendedDevice()
     peaks: dict[str, Peak] = {}
     flops: dict[str, int] = {}
@@ -103,7 +105,7 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None) -> Pl
         gc.collect()
         device.forget_peak()
         world.phase, before = name, device.flops
-        with device.holding("temporary" if name == "weights" else "activations"):
+        with device.holding("buckets" if name == "weights" else "activations"):
             yield
         peaks[name] = Peak(device.peak, device.at_peak, *device.where)
         flops[name] = device.flops - before
@@ -114,44 +116,52 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None) -> Pl
         models = [model for model in (trainer.policy, trainer.critic) if model]
         for model in models:
             device.call_it("gradients", gradient_buffers(model.chunks))
-            device.call_it("optimizer", _main_weights(model))
-        with phase("take"):
-            planned = None
-            if samples is not None:
-                planned = plan_samples(
-                    samples,
-                    trainer.policy.packing_layout,
-                    token_budget=config.batch.tokens_per_microbatch,
-                    groups_per_update=config.batch.mini_batch_groups,
-                    whole_trajectories=needs_whole_trajectories(config),
-                )
-            trainer._take(Own(planned))
-        with phase("score"):
-            scores = trainer.score(0)
-            if scores.penalties is not None:
-                trainer.set_advantages(np.zeros_like(scores.penalties))
-        with phase("update"):
-            trainer.update(0.0)
+            device.call_it("optimizer", _own_state(model))
+        play_step(trainer, config, samples, phase)
         for model in models:
-            device.call_it("optimizer", optimizer_state(model.optimizer))
+            device.call_it("optimizer", _own_state(model))
         always = {kind: device.live[kind] for kind in ("parameters", "gradients", "optimizer")}
-        with phase("weights"):
-            for bucket in trainer.policy.weights(config.weight_sync.bucket_bytes):
-                for _ in bucket.tensors or ():
-                    pass
-    counts = [len(mini_batch) for mini_batch in trainer._batch.mini_batches]
-    return Played(world.events, peaks, flops, always, counts[0])
+    num_micro_batches = len(trainer._batch.mini_batches[0])
+    return Played(world.events, peaks, flops, always, num_micro_batches)
 
 
-class _Alone(Trainer):
+def play_step(
+    trainer: Trainer, config: RunConfig, samples: FlatSamples | None, phase: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    """What processes do together in a step after they were built: take samples, which rank 0 has, score, update, and
+    gather weights for engines; each within `phase(name)`."""
+    with phase("take"):
+        planned = None
+        if samples is not None:
+            planned = plan_samples(
+                samples,
+                trainer.policy.packing_layout,
+                token_budget=config.batch.tokens_per_microbatch,
+                groups_per_update=config.batch.mini_batch_groups,
+                whole_trajectories=needs_whole_trajectories(config),
+            )
+        trainer._take(Own(planned))
+    with phase("score"):
+        scores = trainer.score(0)
+        if scores.penalties is not None:
+            trainer.set_advantages(np.zeros_like(scores.penalties))
+    with phase("update"):
+        trainer.update(0.0)
+    with phase("weights"):
+        for bucket in trainer.policy.weights(config.weight_sync.bucket_bytes):
+            for _ in bucket.tensors or ():
+                pass
+
+
+class TrainerAlone(Trainer):
     """A trainer whose commands are calls: every rank that is rehearsed calls them by itself."""
 
     def command(self, method: Any, arguments: Any, named: Any) -> list[Any]:
         return [method(self, *arguments, **named)]
 
 
-def _main_weights(model: TrainedModel) -> Iterator[Tensor]:
-    """The optimizer's own copies of the weights."""
+def _own_state(model: TrainedModel) -> Iterator[Tensor]:
+    """What the optimizer keeps beside the weights."""
     own = {parameter.untyped_storage()._cdata for chunk in model.chunks for parameter in chunk.parameters()}
     return (tensor for tensor in optimizer_state(model.optimizer) if tensor.untyped_storage()._cdata not in own)
 
@@ -176,6 +186,7 @@ def _pretend() -> None:
     torch.tensor = tensor
     of_megatron: Any = cpu_accelerator._torch_for_megatron
     of_megatron.tensor = cpu_accelerator.redirected(tensor)
+    of_megatron.distributed.new_group = dist.new_group
 
 
 @contextlib.contextmanager

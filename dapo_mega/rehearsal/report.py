@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from dapo_mega.planning.communication import step_traffic
 from dapo_mega.planning.memory import GIB, activation_parts
@@ -31,10 +32,11 @@ def report(rehearsal: Rehearsal) -> Iterator[str]:
     yield (
         f"rehearsed: two updates of {first.num_micro_batches} micro-batches of {workload.full_micro_batch().num_tokens} "
         f"tokens, scoring and gathering weights included, by {len(played)} of {roles.world_size} ranks, which stand for "
-        f"all; with local layers, whose attention computes in float32 (Transformer Engine's keep less)"
+        f"all, with local layers in place of Transformer Engine's"
     )
     for stage in range(workload.placement.parallel.pipeline):
         yield from _stage_lines(rehearsal, stage)
+    yield _verdict(rehearsal)
     yield from _traffic_lines(rehearsal)
 
 
@@ -49,13 +51,36 @@ def _stage_lines(rehearsal: Rehearsal, stage: int) -> Iterator[str]:
     )
     held = stage_bytes(workload.placement, stage, config.model, config.compute)
     planned = dict(zip(_ALWAYS, (held.parameters, held.gradients, held.optimizer), strict=True))
-    planned["activations"] = sum(activation_parts(workload, workload.placement, stage))
     found = {**played.always, "activations": played.peaks["update"].num_bytes - sum(played.always.values())}
     for name, size in planned.items():
         yield f"  {_beside(name, found[name] / GIB, size / GIB, 'GiB')}"
+    yield _activations(rehearsal, stage, found["activations"])
     operations = _planned_flops(rehearsal, stage)
     for name, flops in operations.items():
         yield f"  {_beside(f'{name}: operations', played.flops[name] / 1e12, flops / 1e12, 'TFLOP')}"
+
+
+def _activations(rehearsal: Rehearsal, stage: int, found: float) -> str:
+    """Plans are of Transformer Engine's layers, or of local layers on a CPU, whose attention computes in float32."""
+    workload = rehearsal.workload
+    config = rehearsal.config
+    if config.model.dtype == "fp32":
+        planned = sum(activation_parts(workload, workload.placement, stage))
+        return f"  {_beside('activations', found / GIB, planned / GIB, 'GiB')}"
+    of_engine = replace(workload, config=rehearsal.as_given)
+    planned = sum(activation_parts(of_engine, workload.placement, stage))
+    return (
+        f"  activations: {found / GIB:,.3f} GiB with local layers; planned with Transformer Engine's "
+        f"{planned / GIB:,.3f} GiB"
+    )
+
+
+def _verdict(rehearsal: Rehearsal) -> str:
+    most = max(peak.num_bytes for played in rehearsal.played.values() for peak in played.peaks.values())
+    available = rehearsal.available_bytes
+    if most <= available:
+        return f"fits: {most / GIB:.1f} of {available / GIB:.1f} GiB of a GPU, {(available - most) / GIB:.1f} GiB to spare"
+    return f"DOES NOT FIT: {most / GIB:.1f} GiB are needed, and {available / GIB:.1f} GiB of a GPU may be used"
 
 
 def _beside(name: str, found: float, planned: float, unit: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -26,25 +27,34 @@ from dapo_mega.rehearsal.together import together
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What the rehearsed ranks did. `workload` is the step that was rehearsed, a part of the run's."""
+    """What the rehearsed ranks did. `workload` is the step that was rehearsed, a part of the run's; `available_bytes` of
+    a GPU may be used."""
 
     config: RunConfig
+    layers: Literal["auto", "local", "transformer_engine"]
+    available_bytes: float
     workload: Workload
     roles: Roles
     played: Mapping[int, Played]
+
+    @property
+    def as_given(self) -> RunConfig:
+        """The rehearsed step with the layers that the run asks for."""
+        model = self.config.model.model_copy(update={"layer_implementation": self.layers})
+        return self.config.model_copy(update={"model": model})
 
     def disagreements(self) -> list[str]:
         """See `agreement.disagreements`."""
         return disagreements(self.roles, {rank: played.events for rank, played in self.played.items()})
 
 
-def rehearse_run(config: RunConfig, world_size: int) -> Rehearsal:
+def rehearse_run(config: RunConfig, world_size: int, available_bytes: float) -> Rehearsal:
     """Rehearse two updates. Raises InputError for what cannot be rehearsed, and if ranks wait for each other."""
     arch, notes = find_architecture(config)
     if arch is None:
         raise InputError("; ".join(notes))
     _check(config, arch)
-    small = _rehearsed_part(config, world_size)
+    small = rehearsed_part(config, world_size)
     workload = Workload(
         small,
         RankLayout(arch, config.parallel, world_size),
@@ -62,7 +72,8 @@ def rehearse_run(config: RunConfig, world_size: int) -> Rehearsal:
         return rehearse(config, World(rank, world_size, exchange), samples if rank == 0 else None)
 
     with tempfile.TemporaryDirectory() as folder, without_values(small, Path(folder)) as prepared:
-        return Rehearsal(small, workload, roles, together(roles, partial(play, prepared)))
+        layers = config.model.layer_implementation
+        return Rehearsal(small, layers, available_bytes, workload, roles, together(roles, partial(play, prepared)))
 
 
 def _check(config: RunConfig, arch: Architecture) -> None:
@@ -77,7 +88,7 @@ def _check(config: RunConfig, arch: Architecture) -> None:
         raise InputError(f"{reason} cannot be rehearsed yet; dapo-mega plan and a run of one step on GPUs say more")
 
 
-def _rehearsed_part(config: RunConfig, world_size: int) -> RunConfig:
+def rehearsed_part(config: RunConfig, world_size: int) -> RunConfig:
     """The run with two updates of as many micro-batches as fill the pipeline, all of the longest samples."""
     parallel, batch = config.parallel, config.batch
     data_size = parallel.data_size(world_size)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
-import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from dapo_mega.errors import InputError
 from dapo_mega.rehearsal.communication import Event, Exchange
+from dapo_mega.rehearsal.places import place
 from dapo_mega.rehearsal.roles import Roles
 
 T = TypeVar("T")
@@ -90,7 +91,9 @@ class _Switchboard(Generic[T]):
             case "done":
                 self.results[rank] = request.value
             case "failed":
-                raise request.value
+                if isinstance(request.value, InputError):
+                    raise request.value
+                raise RuntimeError(f"{self.roles.describe(rank)} failed: {request.value}")
             case "gather":
                 self.waiting[rank] = request
                 self._gathered[request.key][rank] = request
@@ -174,6 +177,10 @@ def _play(work: Callable[[int, Exchange], Any], rank: int, connection: Connectio
     try:
         line.tell(_Request("done", value=work(rank, line)))
     except BaseException as error:  # Whatever it is, the process that started this one has to know.
-        traceback.print_exc()
-        line.tell(_Request("failed", value=error if isinstance(error, InputError) else RuntimeError(repr(error))))
+        trace = error.__traceback__
+        while trace and trace.tb_next:
+            trace = trace.tb_next
+        text = f"{type(error).__name__}: {error}, at {place(trace.tb_frame if trace else None)}"
+        with contextlib.suppress(OSError):  # Another rank has failed before.
+            line.tell(_Request("failed", value=error if isinstance(error, InputError) else text))
     os._exit(0)

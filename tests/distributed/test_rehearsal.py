@@ -1,0 +1,168 @@
+"""A rehearsed rank does what a real one does: the same communications, and the same memory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dapo_mega.config import RunConfig, load_config
+from dapo_mega.megatron.processes import start_processes
+from dapo_mega.rehearsal import rank as rehearsed_rank
+from dapo_mega.rehearsal.rank import TrainerAlone, play_step, synthetic_samples
+from dapo_mega.rehearsal.run import rehearse_run, rehearsed_part
+
+from .launching import REPOSITORY, run_distributed
+from .tiny import make_model
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+ONE = {"tensor": 1, "pipeline": 1, "virtual_pipeline": 1, "context": 1, "sequence": False}
+TP2 = {"tensor": 2, "sequence": True}
+# What remains of four processes is data parallel.
+LAYOUTS = {
+    "dp4": {},
+    "tp2": {"tensor": 2},
+    "tp2_sequence": TP2,
+    "tp4_two_processes_to_a_key_head": {"tensor": 4, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "pp4": {"pipeline": 4},
+    "vpp2x2": {"pipeline": 2, "virtual_pipeline": 2},
+    "tp2_vpp2x2": {**TP2, "pipeline": 2, "virtual_pipeline": 2},
+    "cp2": {"context": 2},
+    "tp2_cp2": {**TP2, "context": 2},
+    "cp2_pp2": {"context": 2, "pipeline": 2},
+}
+OVERLAPS = {"compute.overlap_grad_reduce": True, "compute.overlap_param_gather": True}
+CASES = {
+    **{name: {"parallel": parallel} for name, parallel in LAYOUTS.items()},
+    "tp2_pp2_without_overlap": {"parallel": {**TP2, "pipeline": 2}, "without_overlap": True},
+    "tp2_recomputed": {"parallel": TP2, "compute.recompute": "full"},
+    "tp2_pp2_with_kl": {"parallel": {**TP2, "pipeline": 2}, "algorithm.kl.coefficient": 0.1, "algorithm.kl.placement": "reward"},
+}
+NAMES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+    "barrier": "barrier",
+}
+"""What torch's operations are called in an `Event`."""
+
+
+class Recording(TorchDispatchMode):
+    """The communications of a real process, as those of a rehearsed one are compared with."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            schema = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(schema, args, strict=False)) | (kwargs or {})
+            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
+            tensors = next(given[key] for key in ("input_tensors", "input_tensor", "tensors", "inputs", "tensor") if key in given)
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            peer = next((given[key] for key in ("root_rank", "dst", "src") if key in given), None)
+            peer = None if peer is None else ranks[peer]
+            self.events.append((tuple(ranks), NAMES[name], *_given(tensors), peer))
+        return func(*args, **(kwargs or {}))
+
+
+def _given(tensors):
+    return tensors[0].dtype, tuple(tensor.numel() for tensor in tensors)
+
+
+def config_of(case, model, world_size):
+    overrides = {
+        "model.path": model,
+        "model.dtype": case.get("dtype", "fp32"),
+        "data.max_prompt_tokens": 16,
+        "rollout.max_response_tokens": 48,
+        "reward.overlong_cache_tokens": 8,
+        "batch.tokens_per_microbatch": 64,
+        "parallel": {"world_size": world_size, **ONE, **case["parallel"]},
+        **({} if case.get("without_overlap") else OVERLAPS),
+        **{key: value for key, value in case.items() if "." in key},
+    }
+    given = [f"{key}={_text(value)}" for key, value in overrides.items()]
+    file = REPOSITORY / "configs" / "qwen2.5-32b-dapo-128gpu.yaml"
+    return load_config(RunConfig, file, given)
+
+
+def _text(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_text(part)}" for key, part in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def really(cases, model):
+    """{name: the communications of this process in a real step}."""
+    found = {}
+    for name, case in cases.items():
+        config = rehearsed_part(config_of(case, model, dist_size()), dist_size())
+        trainer = TrainerAlone(config, start_processes(config.parallel, config.seed))
+        recording = Recording()
+        with recording:
+            trainer.build(with_engines=False)
+            play_step(trainer, config, samples_of(config), lambda phase: contextlib.nullcontext())
+        found[name] = recording.events
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def dist_size():
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def samples_of(config):
+    if int(os.environ.get("RANK", "0")):
+        return None
+    batch = config.batch
+    return synthetic_samples(batch.groups_per_step * batch.group_size, batch.group_size, 64, 16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_model(tmp_path_factory.mktemp("model"), tied=False))
+
+
+@pytest.fixture(scope="module")
+def real(model):
+    return run_distributed(really, 4, CASES, model, timeout_s=600)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_communicate_as_real_ones_do(name, model, real):
+    rehearsal = rehearse_run(config_of(CASES[name], model, 4), 4, 80 * 2**30)
+    assert rehearsal.disagreements() == []
+    for rank, played in rehearsal.played.items():
+        events = [
+            (event.group.ranks, event.operation, event.dtype, event.sizes, event.peer)
+            for event in played.events
+            if event.operation != "wait"
+        ]
+        assert events == real[rank][name], first_difference(events, real[rank][name])
+        assert len(events) > 20
+
+
+def first_difference(mine, theirs):
+    pairs = zip([*mine, None], [*theirs, None], strict=False)
+    return next(((number, *pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]), None)

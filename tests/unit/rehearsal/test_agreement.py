@@ -1,0 +1,172 @@
+"""Faults in what ranks do together are found, and named with the ranks, the operation and the place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dapo_mega.config import ParallelConfig
+from dapo_mega.rehearsal.agreement import disagreements
+from dapo_mega.rehearsal.communication import World
+from dapo_mega.rehearsal.device import DEVICE, PretendedDevice
+from dapo_mega.rehearsal.roles import Roles
+from dapo_mega.rehearsal.together import Stuck, together
+
+PAIR = Roles(ParallelConfig(), 2)
+
+
+def found(step, roles=PAIR):
+    """What is said of a world whose ranks do `step(rank)`, within the pretended device."""
+
+    def work(rank, exchange):
+        world = World(rank, roles.world_size, exchange)
+        world.start()
+        with PretendedDevice():
+            step(rank)
+        return world.events
+
+    return disagreements(roles, together(roles, work))
+
+
+def on_device(*shape):
+    return torch.empty(*shape, device=DEVICE)
+
+
+def test_ranks_that_meet_are_not_complained_about():
+    def step(rank):
+        dist.all_reduce(on_device(3))
+        dist.send(on_device(4), 1) if rank == 0 else dist.recv(on_device(4), 0)
+        found = [None, None]
+        dist.all_gather_object(found, f"rank {rank}")
+        assert found == ["rank 0", "rank 1"]
+
+    assert found(step) == []
+
+
+def test_values_of_the_host_are_exchanged():
+    def step(rank):
+        total = torch.tensor([1.0, float(rank)])
+        dist.all_reduce(total)
+        assert total.tolist() == [2.0, 1.0]
+        dist.all_reduce(total, dist.ReduceOp.MAX)
+        parts = [torch.zeros(1), torch.zeros(1)]
+        dist.all_gather(parts, torch.tensor([float(rank)]))
+        assert torch.cat(parts).tolist() == [0.0, 1.0]
+        box = [{"from": rank}]
+        dist.broadcast_object_list(box, src=1)
+        assert box == [{"from": 1}]
+        if rank == 0:
+            dist.isend(torch.tensor([7]), dst=1)
+        else:
+            received = torch.zeros(1, dtype=torch.int64)
+            dist.recv(received, src=0)
+            assert received.item() == 7
+
+    assert found(step) == []
+
+
+def test_a_skipped_collective_is_found():
+    def step(rank):
+        for bucket in range(3):
+            if (rank, bucket) != (1, 1):
+                dist.all_reduce(on_device(10 + bucket))
+
+    (text,) = found(step)
+    assert "number 2 of the collectives" in text and "[11]" in text and "[12]" in text
+    assert "rank 0" in text and "rank 1" in text
+
+
+def test_a_collective_of_one_rank_alone_is_found():
+    def step(rank):
+        dist.all_reduce(on_device(2))
+        if rank == 0:
+            dist.all_reduce(on_device(2))
+
+    (text,) = found(step)
+    assert "calls none any more" in text
+
+
+def test_a_collective_of_the_host_that_one_rank_alone_calls_is_found():
+    def step(rank):
+        if rank == 0:
+            dist.all_reduce(torch.zeros(2))
+
+    with pytest.raises(Stuck, match=r"rank 0.* waits in all_reduce of \[2\] float32.*rank 1.*has ended"):
+        found(step)
+
+
+def test_another_operation_type_or_root_is_found():
+    def other_type(rank):
+        dist.all_reduce(torch.empty(2, dtype=torch.bfloat16 if rank else torch.float32, device=DEVICE))
+
+    def other_root(rank):
+        dist.broadcast(on_device(2), src=rank)
+
+    def other_operation(rank):
+        if rank:
+            dist.all_reduce(on_device(4))
+        else:
+            dist.broadcast(on_device(4), src=0)
+
+    assert "bfloat16" in found(other_type)[0]
+    assert ", rank 0" in found(other_root)[0]
+    assert "broadcast" in found(other_operation)[0]
+
+
+def test_a_send_of_another_shape_is_found():
+    def step(rank):
+        if rank == 0:
+            dist.isend(on_device(4, 8), 1)
+        else:
+            dist.irecv(on_device(4, 6), 0).wait()
+
+    (text,) = found(step)
+    assert "[32]" in text and "[24]" in text and "rank 0" in text and "rank 1" in text
+
+
+def test_a_send_without_its_receive_is_found():
+    def step(rank):
+        if rank == 0:
+            dist.isend(on_device(4), 1)
+
+    (text,) = found(step)
+    assert "calls none any more" in text
+
+
+def test_a_cycle_of_waits_is_found():
+    def step(rank):
+        dist.irecv(on_device(4), 1 - rank).wait()
+        dist.isend(on_device(4), 1 - rank)
+
+    (text,) = found(step)
+    assert text.startswith("2 of the rehearsed ranks wait for each other for ever")
+
+
+def test_other_orders_of_two_groups_are_a_cycle():
+    def step(rank):
+        groups = [dist.new_group([0, 1], group_desc=name) for name in ("ONE_GROUP", "OTHER_GROUP")]
+        for group in groups if rank == 0 else reversed(groups):
+            dist.all_reduce(on_device(4), group=group)
+
+    (text,) = found(step)
+    assert "one group of 2" in text and "other group of 2" in text
+
+
+def test_a_rank_that_fails_is_named():
+    def step(rank):
+        if rank == 1:
+            raise ValueError("no such layer")
+
+    with pytest.raises(RuntimeError, match=r"rank 1.*no such layer"):
+        found(step)
+
+
+def test_of_a_large_world_each_kind_of_rank_is_rehearsed():
+    roles = Roles(ParallelConfig(tensor=4, pipeline=2, context=2, sequence=True), 64)
+    # 64 = tensor 4 x context 2 x data 4 x pipeline 2.
+    assert roles.rehearsed == [0, 1, 4, 8, 32, 33, 36, 40]
+    assert roles.stand_in(3, range(4)) == 1
+    assert roles.stand_in(12, [4, 12, 20, 28]) == 4
+    assert roles.stand_in(24, [0, 8, 16, 24]) == 8
+    assert roles.describe(40) == "rank 40 (stage 1, data 1, context 0, tensor 0)"
