@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import gc
 import os
-from pathlib import Path
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.megatron.processes import start_processes
-from dapo_mega.rehearsal import rank as rehearsed_rank
 from dapo_mega.rehearsal.rank import TrainerAlone, play_step, synthetic_samples
 from dapo_mega.rehearsal.run import rehearse_run, rehearsed_part
 
 from .launching import REPOSITORY, run_distributed
-from .tiny import make_model
+from .tiny import make_model, make_qwen3_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -88,6 +89,30 @@ def _given(tensors):
     return tensors[0].dtype, tuple(tensor.numel() for tensor in tensors)
 
 
+class Counting(TorchDispatchMode):
+    """The bytes of all storages that operations make and that are alive, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self._sizes, self.live, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._sizes:
+                    weakref.finalize(storage, self._release, key)
+                self.live += size - self._sizes.get(key, 0)
+                self._sizes[key] = size
+                self.peak = max(self.peak, self.live)
+        return result
+
+    def _release(self, key):
+        self.live -= self._sizes.pop(key)
+
+
 def config_of(case, model, world_size):
     overrides = {
         "model.path": model,
@@ -122,8 +147,29 @@ def really(cases, model):
             trainer.build(with_engines=False)
             play_step(trainer, config, samples_of(config), lambda phase: contextlib.nullcontext())
         found[name] = recording.events
-        from megatron.core import parallel_state
+        parallel_state.destroy_model_parallel()
+    return found
 
+
+def really_held(cases, model):
+    """{name: the peak bytes of this process in a real step}."""
+    found = {}
+    for name, case in cases.items():
+        config = rehearsed_part(config_of(case, model, dist_size()), dist_size())
+        processes = start_processes(config.parallel, config.seed)
+        trainer, counting = TrainerAlone(config, processes), Counting()
+
+        @contextlib.contextmanager
+        def phase(phase, counting=counting):
+            gc.collect()
+            counting.peak = counting.live
+            yield
+            found[name] = counting.peak if phase == "update" else found.get(name)
+
+        with counting:
+            trainer.build(with_engines=False)
+            play_step(trainer, config, samples_of(config), phase)
+        del trainer
         parallel_state.destroy_model_parallel()
     return found
 
@@ -136,7 +182,8 @@ def samples_of(config):
     if int(os.environ.get("RANK", "0")):
         return None
     batch = config.batch
-    return synthetic_samples(batch.groups_per_step * batch.group_size, batch.group_size, 64, 16)
+    length, prompt = batch.tokens_per_microbatch, config.data.max_prompt_tokens
+    return synthetic_samples(batch.groups_per_step * batch.group_size, batch.group_size, length, prompt)
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +213,30 @@ def test_ranks_communicate_as_real_ones_do(name, model, real):
 def first_difference(mine, theirs):
     pairs = zip([*mine, None], [*theirs, None], strict=False)
     return next(((number, *pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+
+
+LONG = {"data.max_prompt_tokens": 128, "rollout.max_response_tokens": 384, "batch.tokens_per_microbatch": 512}
+HELD = {
+    "tp2": {"parallel": TP2, **LONG},
+    "pp2": {"parallel": {"pipeline": 2}, **LONG},
+    "vpp2x2_recomputed": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "compute.recompute": "full", **LONG},
+    "cp2": {"parallel": {"context": 2}, **LONG},
+}
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory):
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 2003, "num_attention_heads": 8}
+    return str(make_qwen3_model(tmp_path_factory.mktemp("wide"), **sizes, head_dim=32, max_position_embeddings=1024))
+
+
+@pytest.fixture(scope="module")
+def held(wide_model):
+    return run_distributed(really_held, 2, HELD, wide_model, timeout_s=600)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_ranks_hold_what_real_ones_do(name, wide_model, held):
+    rehearsal = rehearse_run(config_of(HELD[name], wide_model, 2), 2, 80 * 2**30)
+    for rank, played in rehearsal.played.items():
+        assert played.peaks["update"].num_bytes == pytest.approx(held[rank][name], rel=0.02)
