@@ -63,7 +63,8 @@ _ROOMS = (
     "rollout", "weight_sync", "sglang_plugin", "checkpoints", "samples", "training", "library",
 )  # fmt: skip
 _SATELLITES = (
-    "planning", "simulation", "evaluation", "preparation", "conversion", "ablation", "commands", "__main__",
+    "planning", "simulation", "evaluation", "preparation", "conversion", "ablation", "rehearsal", "commands",
+    "__main__",
 )  # fmt: skip
 """What no step of training goes through."""
 

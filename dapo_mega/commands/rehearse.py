@@ -5,8 +5,8 @@ dapo-mega rehearse configs/qwen2.5-32b-dapo-128gpu.yaml parallel.tensor=8 parall
 dapo-mega rehearse run.yaml --gpus 16
 
 Nothing is allocated and nothing computed: shapes, memory, operations and communications are those of the real code. The
-model's weights need not be here: model.architecture (a config.json) is enough; of a model that is here, names and shapes
-of its tensors are checked.
+model's weights need not be here: model.architecture (a config.json) is enough; of a model that is here, names and
+shapes of its tensors are checked.
 """
 
 import argparse

@@ -71,9 +71,11 @@ def _sends(roles: Roles, events: Mapping[int, Sequence[Event]]) -> Iterator[str]
     pairs: dict[tuple[GroupName, int, int], tuple[list[Event], list[Event]]] = defaultdict(lambda: ([], []))
     for rank, of_rank in events.items():
         for event in of_rank:
-            if event.operation == "send" and event.peer in events:
+            if event.peer is None or event.peer not in events:
+                continue
+            if event.operation == "send":
                 pairs[event.group, rank, event.peer][0].append(event)
-            elif event.operation == "receive" and event.peer in events:
+            elif event.operation == "receive":
                 pairs[event.group, event.peer, rank][1].append(event)
     for (group, source, to), (sent, received) in pairs.items():
         for number in range(max(len(sent), len(received))):

@@ -4,6 +4,9 @@ Everything is recorded. Tensors of the host are exchanged with the other ranks t
 for those like it; tensors of the device have no values to exchange.
 """
 
+# mypy: disable-error-code="override, attr-defined, assignment, call-arg"
+# The methods of ProcessGroup are those that torch.distributed calls, of several signatures each.
+
 from __future__ import annotations
 
 import sys
@@ -23,7 +26,7 @@ BACKEND: Final = "rehearsal"
 
 
 class GroupName(NamedTuple):
-    """What all members of a group call it: what Megatron says it is for, its ranks, and its number among those alike."""
+    """What all members of a group call it: what Megatron says it is for, its ranks, and its number among equal ones."""
 
     purpose: str
     ranks: tuple[int, ...]
@@ -143,15 +146,15 @@ class World:
 class Group(dist.ProcessGroup):
     """A process group; see torch.distributed.ProcessGroup for the methods."""
 
-    def __init__(self, rank: int, size: int, name: GroupName, world: World) -> None:
+    def __init__(self, rank: int, size: int, label: GroupName, world: World) -> None:
         super().__init__(rank, size)
-        self._own_rank, self._size, self.name, self.world = rank, size, name, world
+        self._own_rank, self._size, self.label, self.world = rank, size, label, world
         self._count = 0
 
     def size(self) -> int:
         return self._size
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return BACKEND
 
     @property
@@ -162,9 +165,9 @@ class Group(dist.ProcessGroup):
         tensors = list(tensors)
         is_host = not any(tensor.is_meta for tensor in tensors)
         sizes = tuple(tensor.numel() for tensor in tensors)
-        of_all = None if peer is None else self.name.ranks[peer]
+        of_all = None if peer is None else self.label.ranks[peer]
         world, dtype = self.world, tensors[0].dtype if tensors else torch.uint8
-        event = Event(self.name, operation, dtype, sizes, of_all, is_host, world.phase, place(sys._getframe(2)))
+        event = Event(self.label, operation, dtype, sizes, of_all, is_host, world.phase, place(sys._getframe(2)))
         world.events.append(event)
         return event
 
@@ -173,7 +176,9 @@ class Group(dist.ProcessGroup):
         self._count += 1
         return self.world.exchange.gather(event, self._count, [known_values(value) for value in values])
 
-    def _collect(self, operation: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], combine: Any, peer: int | None = None) -> dist.Work:
+    def _collect(
+        self, operation: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], combine: Any, peer: int | None = None
+    ) -> dist.Work:
         """A collective: `combine(everyone's inputs)` are the values of `outputs`."""
         event = self._note(operation, inputs or outputs, peer)
         if event.is_host or all(known_values(tensor) is not None for tensor in inputs):
@@ -189,39 +194,64 @@ class Group(dist.ProcessGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> dist.Work:
         operation = options.reduceOp if options else dist.ReduceOp.SUM
-        return self._collect("all_reduce", tensors, tensors, lambda all_: [_reduced(parts, operation) for parts in zip(*all_, strict=True)])
+        return self._collect(
+            "all_reduce",
+            tensors,
+            tensors,
+            lambda all_: [_reduced(parts, operation) for parts in zip(*all_, strict=True)],
+        )
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], options: Any) -> dist.Work:
         is_root = options.rootRank == self._own_rank
-        combine = (lambda all_: [_reduced(parts, options.reduceOp) for parts in zip(*all_, strict=True)]) if is_root else (lambda all_: [])
+        combine = (
+            (lambda all_: [_reduced(parts, options.reduceOp) for parts in zip(*all_, strict=True)])
+            if is_root
+            else (lambda all_: [])
+        )
         return self._collect("reduce", tensors, tensors if is_root else [], combine, options.rootRank)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any = None) -> dist.Work:
-        operation = options.reduceOp if options else dist.ReduceOp.SUM
-        combine = lambda all_: [_reduced([parts[self._own_rank] for parts in all_], operation)]
-        return self._collect("reduce_scatter", inputs[0], outputs, combine)
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any = None
+    ) -> dist.Work:
+        return self._reduce_scatter(inputs[0], outputs, lambda parts: parts[self._own_rank], options)
 
     def reduce_scatter_single(self, output: Tensor, input_: Tensor, options: Any = None) -> dist.Work:
-        operation = options.reduceOp if options else dist.ReduceOp.SUM
-        combine = lambda all_: [_reduced([parts[0].chunk(self._size)[self._own_rank] for parts in all_], operation)]
-        return self._collect("reduce_scatter", [input_], [output], combine)
+        return self._reduce_scatter(
+            [input_], [output], lambda parts: parts[0].chunk(self._size)[self._own_rank], options
+        )
 
-    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> dist.Work:
+    def _reduce_scatter(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: Callable[[Any], Tensor], options: Any
+    ) -> dist.Work:
+        operation = options.reduceOp if options else dist.ReduceOp.SUM
+        return self._collect(
+            "reduce_scatter", inputs, outputs, lambda everyones: [_reduced(list(map(own, everyones)), operation)]
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
+    ) -> dist.Work:
         for output, input_ in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input_, options)
         return _Done()
 
     # Gathering and distributing.
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None) -> dist.Work:
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any = None
+    ) -> dist.Work:
         return self._collect("all_gather", inputs, outputs[0], lambda all_: [parts[0] for parts in all_])
 
     def all_gather_single(self, output: Tensor, input_: Tensor, options: Any = None) -> dist.Work:
-        return self._collect("all_gather", [input_], [output], lambda all_: [torch.cat([parts[0].flatten() for parts in all_])])
+        return self._collect(
+            "all_gather", [input_], [output], lambda all_: [torch.cat([parts[0].flatten() for parts in all_])]
+        )
 
-    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> dist.Work:
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
+    ) -> dist.Work:
         for output, input_ in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, input_, options)
         return _Done()
@@ -231,7 +261,9 @@ class Group(dist.ProcessGroup):
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], options: Any) -> dist.Work:
         found = outputs[0] if outputs else []
-        return self._collect("gather", inputs, found, lambda all_: [parts[0] for parts in all_] if found else [], options.rootRank)
+        return self._collect(
+            "gather", inputs, found, lambda all_: [parts[0] for parts in all_] if found else [], options.rootRank
+        )
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any) -> dist.Work:
         everyones = self._gather(self._note("scatter", outputs, options.rootRank), inputs[0] if inputs else [])
@@ -241,7 +273,9 @@ class Group(dist.ProcessGroup):
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> dist.Work:
         return self._collect("all_to_all", inputs, outputs, lambda all_: [parts[self._own_rank] for parts in all_])
 
-    def all_to_all_single(self, output: Tensor, input_: Tensor, output_sizes: Any, input_sizes: Any, options: Any = None) -> dist.Work:
+    def all_to_all_single(
+        self, output: Tensor, input_: Tensor, output_sizes: Any, input_sizes: Any, options: Any = None
+    ) -> dist.Work:
         outputs = output.split(output_sizes or len(output) // self._size)
         inputs = input_.split(input_sizes or len(input_) // self._size)
         return self.alltoall(outputs, inputs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -28,10 +27,10 @@ from dapo_mega.megatron.core.optimization import gradient_buffers, optimizer_sta
 from dapo_mega.megatron.core.repairs import cpu_accelerator
 from dapo_mega.megatron.objectives import needs_whole_trajectories
 from dapo_mega.megatron.processes import start_processes
+from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models import Architecture, ModelFamily, stored_model
 from dapo_mega.models.hf_checkpoint import TensorSource, TensorSpec, all_tensors
 from dapo_mega.models.hf_shapes import hf_shape
-from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.rehearsal.communication import Event, World
 from dapo_mega.rehearsal.device import DEVICE, PretendedDevice, attention
 from dapo_mega.training.trainer import Trainer
@@ -126,7 +125,10 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None) -> Pl
 
 
 def play_step(
-    trainer: Trainer, config: RunConfig, samples: FlatSamples | None, phase: Callable[[str], AbstractContextManager[None]]
+    trainer: Trainer,
+    config: RunConfig,
+    samples: FlatSamples | None,
+    phase: Callable[[str], AbstractContextManager[None]],
 ) -> None:
     """What processes do together in a step after they were built: take samples, which rank 0 has, score, update, and
     gather weights for engines; each within `phase(name)`."""
@@ -196,19 +198,20 @@ def _parameters_are_there() -> Iterator[None]:
 
     def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
         for part in module.modules():
-            for named in (part._parameters, part._buffers):
-                for name, tensor in named.items():
+            tensors: Any
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
                     if tensor is None or (moved := function(tensor.detach())) is tensor:
                         continue
                     if (moved.dtype, moved.device) != (tensor.dtype, tensor.device):
-                        named[name] = _like(tensor, moved)
+                        tensors[name] = _like(tensor, moved)
         return module
 
     def type_(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         result = type_of(tensor, *args, **kwargs)
         return result.replace(".meta.", ".") if isinstance(result, str) else result
 
-    torch.nn.Module._apply, torch.Tensor.type = _apply, type_  # type: ignore[method-assign]
+    torch.nn.Module._apply, torch.Tensor.type = _apply, type_  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -16,7 +16,11 @@ from dapo_mega.rehearsal.run import Rehearsal
 
 _ALWAYS = ("parameters", "gradients", "optimizer")
 _TRAFFIC = {
-    "TENSOR_MODEL_PARALLEL_GROUP": ("TP + SP gather and scatter", "TP all-reduce", "TP gather and scatter of shared keys"),
+    "TENSOR_MODEL_PARALLEL_GROUP": (
+        "TP + SP gather and scatter",
+        "TP all-reduce",
+        "TP gather and scatter of shared keys",
+    ),
     "CONTEXT_PARALLEL_GROUP": ("CP keys and values",),
     "DATA_PARALLEL_GROUP_WITH_CP": ("gradient reduce-scatter (DP x CP)", "parameter all-gather (DP x CP)"),
     "PIPELINE_MODEL_PARALLEL_GROUP": ("PP sends",),
@@ -30,8 +34,9 @@ def report(rehearsal: Rehearsal) -> Iterator[str]:
     played = rehearsal.played
     first = next(iter(played.values()))
     yield (
-        f"rehearsed: two updates of {first.num_micro_batches} micro-batches of {workload.full_micro_batch().num_tokens} "
-        f"tokens, scoring and gathering weights included, by {len(played)} of {roles.world_size} ranks, which stand for "
+        f"rehearsed: scoring, two updates of {first.num_micro_batches} micro-batches of "
+        f"{workload.full_micro_batch().num_tokens} tokens, and gathering weights for engines, by {len(played)} of "
+        f"{roles.world_size} ranks, which stand for "
         f"all, with local layers in place of Transformer Engine's"
     )
     for stage in range(workload.placement.parallel.pipeline):
@@ -55,7 +60,7 @@ def _stage_lines(rehearsal: Rehearsal, stage: int) -> Iterator[str]:
     for name, size in planned.items():
         yield f"  {_beside(name, found[name] / GIB, size / GIB, 'GiB')}"
     yield _activations(rehearsal, stage, found["activations"])
-    operations = _planned_flops(rehearsal, stage)
+    operations = planned_flops(rehearsal, stage)
     for name, flops in operations.items():
         yield f"  {_beside(f'{name}: operations', played.flops[name] / 1e12, flops / 1e12, 'TFLOP')}"
 
@@ -79,7 +84,9 @@ def _verdict(rehearsal: Rehearsal) -> str:
     most = max(peak.num_bytes for played in rehearsal.played.values() for peak in played.peaks.values())
     available = rehearsal.available_bytes
     if most <= available:
-        return f"fits: {most / GIB:.1f} of {available / GIB:.1f} GiB of a GPU, {(available - most) / GIB:.1f} GiB to spare"
+        return (
+            f"fits: {most / GIB:.1f} of {available / GIB:.1f} GiB of a GPU, {(available - most) / GIB:.1f} GiB to spare"
+        )
     return f"DOES NOT FIT: {most / GIB:.1f} GiB are needed, and {available / GIB:.1f} GiB of a GPU may be used"
 
 
@@ -88,7 +95,7 @@ def _beside(name: str, found: float, planned: float, unit: str) -> str:
     return f"{name}: {found:,.3f} {unit}, planned {planned:,.3f} ({off})"
 
 
-def _planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
+def planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
     """Of a rank of a stage, of scoring and of an update."""
     workload, placement = rehearsal.workload, rehearsal.workload.placement
     sharing = placement.parallel.tensor * placement.parallel.context * placement.data_size
@@ -98,7 +105,10 @@ def _planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
     is_last = stage == placement.parallel.pipeline - 1
     head = is_last * scored * 2.0 * placement.arch.vocab_size * placement.arch.hidden_size
     passes = 3 + (rehearsal.config.compute.recompute == "full")
-    return {"score": layers + head, "update": passes * layers + (3 + rehearsal.config.compute.fused_output_layer) * head}
+    return {
+        "score": layers + head,
+        "update": passes * layers + (3 + rehearsal.config.compute.fused_output_layer) * head,
+    }
 
 
 def _traffic_lines(rehearsal: Rehearsal) -> Iterator[str]:

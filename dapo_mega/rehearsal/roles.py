@@ -45,8 +45,10 @@ class Roles:
         or data parallelism."""
         if self.world_size <= _ALL_UP_TO:
             return list(range(self.world_size))
-        firsts = [(0, 0, 0), *((i == 0, i == 1, i == 2) for i in range(3) if self.sizes[i] > 1)]
-        return sorted(self.rank(*map(int, place), stage) for place in firsts for stage in range(self.sizes[3]))
+        firsts = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+        sizes = self.sizes
+        here = [first for first in firsts if all(at < size for at, size in zip(first, sizes[:3], strict=True))]
+        return sorted(self.rank(*first, stage) for first in here for stage in range(sizes[3]))
 
     def within(self, group: Sequence[int]) -> list[int]:
         """The rehearsed ranks of a group."""
@@ -59,7 +61,9 @@ class Roles:
         if rank in here:
             return rank
         place = self.place(rank)
-        alike = [other for other in here if all(bool(a) >= bool(b) for a, b in zip(place, self.place(other), strict=True))]
+        alike = [
+            other for other in here if all(bool(a) >= bool(b) for a, b in zip(place, self.place(other), strict=True))
+        ]
         return max(alike or here)
 
     def describe(self, rank: int) -> str:

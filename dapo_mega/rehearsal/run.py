@@ -27,8 +27,8 @@ from dapo_mega.rehearsal.together import together
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What the rehearsed ranks did. `workload` is the step that was rehearsed, a part of the run's; `available_bytes` of
-    a GPU may be used."""
+    """What the rehearsed ranks did. `workload` is the step that was rehearsed, a part of the run's; `available_bytes`
+    of a GPU may be used."""
 
     config: RunConfig
     layers: Literal["auto", "local", "transformer_engine"]

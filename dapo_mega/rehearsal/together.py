@@ -155,7 +155,9 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
     try:
         for rank in roles.rehearsed:
             here, there = context.Pipe()
-            process = context.Process(target=_play, args=(work, rank, there, [here, *connections.values()]), daemon=True)
+            process = context.Process(
+                target=_play, args=(work, rank, there, [here, *connections.values()]), daemon=True
+            )
             process.start()
             there.close()
             connections[rank] = here
@@ -170,7 +172,9 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
             process.kill()
 
 
-def _play(work: Callable[[int, Exchange], Any], rank: int, connection: Connection, others: Sequence[Connection]) -> None:
+def _play(
+    work: Callable[[int, Exchange], Any], rank: int, connection: Connection, others: Sequence[Connection]
+) -> None:
     for other in others:
         other.close()
     line = _Line(connection)

@@ -8,7 +8,6 @@ import os
 import weakref
 
 import pytest
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
@@ -46,7 +45,11 @@ CASES = {
     **{name: {"parallel": parallel} for name, parallel in LAYOUTS.items()},
     "tp2_pp2_without_overlap": {"parallel": {**TP2, "pipeline": 2}, "without_overlap": True},
     "tp2_recomputed": {"parallel": TP2, "compute.recompute": "full"},
-    "tp2_pp2_with_kl": {"parallel": {**TP2, "pipeline": 2}, "algorithm.kl.coefficient": 0.1, "algorithm.kl.placement": "reward"},
+    "tp2_pp2_with_kl": {
+        "parallel": {**TP2, "pipeline": 2},
+        "algorithm.kl.coefficient": 0.1,
+        "algorithm.kl.placement": "reward",
+    },
 }
 NAMES = {
     "allreduce_": "all_reduce",
@@ -77,7 +80,9 @@ class Recording(TorchDispatchMode):
             schema = [argument.name for argument in func._schema.arguments]
             given = dict(zip(schema, args, strict=False)) | (kwargs or {})
             ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
-            tensors = next(given[key] for key in ("input_tensors", "input_tensor", "tensors", "inputs", "tensor") if key in given)
+            tensors = next(
+                given[key] for key in ("input_tensors", "input_tensor", "tensors", "inputs", "tensor") if key in given
+            )
             tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             peer = next((given[key] for key in ("root_rank", "dst", "src") if key in given), None)
             peer = None if peer is None else ranks[peer]
@@ -160,11 +165,12 @@ def really_held(cases, model):
         trainer, counting = TrainerAlone(config, processes), Counting()
 
         @contextlib.contextmanager
-        def phase(phase, counting=counting):
+        def phase(phase, counting=counting, name=name):
             gc.collect()
             counting.peak = counting.live
             yield
-            found[name] = counting.peak if phase == "update" else found.get(name)
+            if phase == "update":
+                found[name] = counting.peak
 
         with counting:
             trainer.build(with_engines=False)

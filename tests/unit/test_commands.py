@@ -39,7 +39,7 @@ def run(*arguments):
 
 def test_help_lists_every_command():
     modules = {path.stem.replace("_", "-") for path in (PROJECT / "dapo_mega" / "commands").glob("[!_]*.py")} - {"main"}
-    assert modules == set(COMMANDS) == {*SCRIPTS, "explain", "control"}
+    assert modules == set(COMMANDS) == {*SCRIPTS, "explain", "control", "rehearse"}
     listed = [line.split()[0] for line in usage().splitlines() if line.startswith("  ")]
     assert listed[: len(COMMANDS)] == list(COMMANDS)
 

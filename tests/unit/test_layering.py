@@ -22,7 +22,7 @@ FLOORS = (
     {"evaluation"},
     {"preparation"},
     {"training"},
-    {"ablation"},
+    {"ablation", "rehearsal"},
     {"commands"},
     {"__main__", "library"},
 )
