@@ -4,6 +4,7 @@ ranks."""
 import math
 from dataclasses import dataclass, replace
 
+from dapo_mega.config import ParallelConfig
 from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.parameters import DTYPE_BYTES, ParameterBytes, num_trained_parameters, stage_buffers
 from dapo_mega.planning.rank_layout import RankLayout
@@ -91,13 +92,12 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     hidden = tokens * arch.hidden_size * element
     ring = (parallel.tensor - 1) / parallel.tensor
     # An all-reduce, or a gathering and a scattering, around attention and MLP or shared expert; sequence parallelism
-    # gathers the inputs once more for the weights' gradients. Embedding and output layer have one each; a critic's
-    # output layer has none.
+    # gathers the inputs once more for the weights' gradients.
     experts = arch.experts
     with_experts = max(sum(map(arch.has_experts, layers)) for layers in placement.stage_layers)
     has_shared = experts is not None and experts.shared_ffn_hidden_size is not None
     blocks = 2 * layers - (0 if has_shared else with_experts)
-    num_reductions = passes * blocks + forward + config.batch.epochs
+    num_reductions = passes * blocks + _at_ends(parallel, forward, epochs)
     tensor = num_reductions * 2 * hidden * ring
     if parallel.sequence:
         tensor += backward * blocks * hidden * ring
@@ -134,6 +134,15 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
         replace(traffic, num_calls=number * num_micro_batches)
         for traffic, number in zip(everything, calls, strict=True)
     ]
+
+
+def _at_ends(parallel: ParallelConfig, forward: float, backward: float) -> float:
+    """Reductions around embedding and output layer, in passes over the step's tokens; a critic's output layer has none.
+    The embedding's is in the forward pass and the output layer's in the backward pass, or half of each under sequence
+    parallelism. Of several stages the first has the embedding only."""
+    if parallel.pipeline == 1:
+        return forward + backward
+    return (forward + backward) / 2 if parallel.sequence else forward
 
 
 def _weight_sync(workload: Workload, num_parameters: int, num_engines: int) -> Traffic:

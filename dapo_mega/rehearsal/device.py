@@ -3,11 +3,12 @@
 Tensors of the host are real. Inside of `PretendedDevice` an operation on tensors of the device allocates nothing and is
 counted: its bytes, its floating-point operations. Values that come from the host (tokens, masks, lengths) and what is
 computed of such values alone stay known, so that shapes which depend on them are right; of all others a reader gets
-ones.
+ones. Routers choose all experts equally often.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections import Counter
@@ -26,6 +27,7 @@ from dapo_mega.rehearsal.places import place
 DEVICE: Final = torch.device("meta")
 
 _LARGEST_KNOWN = 2**23
+_LARGEST_FILLED = 2**22
 _NOTED = 1.002
 """What the peak is made of is noted again when it has grown so much."""
 _aten = torch.ops.aten
@@ -166,6 +168,7 @@ _ATTENTION = {
 """The place of queries, keys and values among the arguments."""
 _OUT_OF_PLACE = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
 _SHAPED_BY_VALUES = {_aten.nonzero.default, _aten.repeat_interleave.Tensor, _aten._unique2.default}
+_FILLED = {_aten.zeros_like, _aten.ones_like, _aten.full_like}
 _WITHOUT_VALUES = {_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full, _aten.randn, _aten.rand}
 
 
@@ -175,7 +178,11 @@ def known_of(tensor: Tensor) -> Tensor | None:
 
 
 def _known_result(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-    """What the operation gives on known values, if it is of such only."""
+    """What the operation gives on known values, if it is of such only, or whatever the values are."""
+    if func._overloadpacket in _FILLED and args[0].numel() <= _LARGEST_FILLED:
+        return func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:], **{**kwargs, "device": None})
+    if func is _aten.topk.default and args[0].is_meta:
+        return None, even_choice((*args[0].shape[:-1], args[1]), args[0].shape[-1])
     size = 0
     for tensor in tensors:
         if (value := known_of(tensor)) is None:
@@ -193,6 +200,11 @@ def _known_result(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) 
 
     args, kwargs = torch.utils._pytree.tree_map(to_host, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def even_choice(shape: Sequence[int], number: int) -> Tensor:
+    """What routers choose of `number` experts if all get equally many tokens: [..., experts per token] int64."""
+    return torch.arange(math.prod(shape)).remainder_(number).reshape(*shape)
 
 
 def _with_known_shapes(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

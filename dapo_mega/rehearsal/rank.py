@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models import Architecture, ModelFamily, stored_model
 from dapo_mega.models.hf_checkpoint import TensorSource, TensorSpec, all_tensors
 from dapo_mega.models.hf_shapes import hf_shape
+from dapo_mega.planning.workload import Workload
 from dapo_mega.rehearsal.communication import Event, World
-from dapo_mega.rehearsal.device import DEVICE, PretendedDevice, attention
+from dapo_mega.rehearsal.device import DEVICE, PretendedDevice, attention, even_choice
 from dapo_mega.training.trainer import Trainer
 
 
@@ -249,11 +250,18 @@ def without_values(config: RunConfig, folder: Path) -> Iterator[RunConfig]:
         stored_model.open_source = original
 
 
-def synthetic_samples(num_samples: int, group_size: int, length: int, prompt: int) -> FlatSamples:
-    """Groups of equally long samples, all of whose tokens behind the prompt are scored."""
+def synthetic_samples(workload: Workload) -> FlatSamples:
+    """A step of equally long samples, all of whose tokens behind the prompt are scored. Routes that are replayed go
+    through all experts equally often."""
+    arch, batch = workload.placement.arch, workload.config.batch
+    length, prompt = workload.longest, workload.config.data.max_prompt_tokens
     ids, logprobs = np.ones(length, np.int32), np.full(length - prompt, -1.0, np.float32)
-    samples = [
-        single_turn(ids[:prompt], ids[prompt:], logprobs, advantage=(-1.0) ** number, sample_id=number)
-        for number in range(num_samples)
-    ]
-    return flatten(samples, groups=[number // group_size for number in range(num_samples)])
+    routes = torch.empty(length, 0, 0, dtype=torch.int16)
+    if arch.experts and workload.config.rollout.routing_replay:
+        of_layer = even_choice((length, arch.experts.per_token), arch.experts.number)
+        routes = of_layer.to(torch.int16)[:, None].expand(-1, arch.num_layers, -1)
+    samples = []
+    for number in range(workload.responses_per_step):
+        sample = single_turn(ids[:prompt], ids[prompt:], logprobs, advantage=(-1.0) ** number, sample_id=number)
+        samples.append(replace(sample, routes=routes))
+    return flatten(samples, groups=[number // batch.group_size for number in range(len(samples))])

@@ -23,6 +23,11 @@ _TRAFFIC = {
     ),
     "CONTEXT_PARALLEL_GROUP": ("CP keys and values",),
     "DATA_PARALLEL_GROUP_WITH_CP": ("gradient reduce-scatter (DP x CP)", "parameter all-gather (DP x CP)"),
+    "EXPERT_MODEL_PARALLEL_GROUP": ("EP all-to-all",),
+    "EXPERT_DATA_PARALLEL_GROUP": (
+        "gradient reduce-scatter (expert DP)",
+        "parameter all-gather (expert DP)",
+    ),
     "PIPELINE_MODEL_PARALLEL_GROUP": ("PP sends",),
 }
 """What the planner calls the traffic of Megatron's groups."""
@@ -111,18 +116,24 @@ def planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
     }
 
 
-def _traffic_lines(rehearsal: Rehearsal) -> Iterator[str]:
+def traffic(rehearsal: Rehearsal) -> dict[str, tuple[float, float]]:
+    """What the busiest rehearsed rank sends in scoring and updates by what the planner calls it, and the plan."""
     workload = rehearsal.workload
     planned = {
         traffic.name: traffic.num_bytes
         for traffic in step_traffic(workload, "local", num_parameters(workload.placement.arch))
     }
-    by_rank = {rank: _sent(played) for rank, played in rehearsal.played.items()}
-    for purpose, names in _TRAFFIC.items():
-        expected = sum(planned.get(name, 0.0) for name in names)
-        found = max(sent.get(purpose, 0.0) for sent in by_rank.values())
+    by_rank = [_sent(played) for played in rehearsal.played.values()]
+    return {
+        names[0]: (max(sent.get(purpose, 0.0) for sent in by_rank), sum(planned.get(name, 0.0) for name in names))
+        for purpose, names in _TRAFFIC.items()
+    }
+
+
+def _traffic_lines(rehearsal: Rehearsal) -> Iterator[str]:
+    for name, (found, expected) in traffic(rehearsal).items():
         if expected or found:
-            yield f"sent by one rank, {names[0]}: {_beside('bytes', found / GIB, expected / GIB, 'GiB')}"
+            yield f"sent by one rank, {name}: {_beside('bytes', found / GIB, expected / GIB, 'GiB')}"
     num_events = sum(len(played.events) for played in rehearsal.played.values())
     groups = {event.group for played in rehearsal.played.values() for event in played.events}
     yield f"communications: {num_events} of the rehearsed ranks, in {len(groups)} groups"

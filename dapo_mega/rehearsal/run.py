@@ -55,15 +55,8 @@ def rehearse_run(config: RunConfig, world_size: int, available_bytes: float) -> 
         raise InputError("; ".join(notes))
     _check(config, arch)
     small = rehearsed_part(config, world_size)
-    workload = Workload(
-        small,
-        RankLayout(arch, config.parallel, world_size),
-        config.data.max_prompt_tokens,
-        config.rollout.max_response_tokens,
-    )
-    samples = synthetic_samples(
-        workload.responses_per_step, small.batch.group_size, workload.longest, config.data.max_prompt_tokens
-    )
+    workload = longest_workload(small, arch, world_size)
+    samples = synthetic_samples(workload)
     roles = Roles(config.parallel, world_size)
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
@@ -76,11 +69,15 @@ def rehearse_run(config: RunConfig, world_size: int, available_bytes: float) -> 
         return Rehearsal(small, layers, available_bytes, workload, roles, together(roles, partial(play, prepared)))
 
 
+def longest_workload(config: RunConfig, arch: Architecture, world_size: int) -> Workload:
+    """The run's step if all samples have the longest prompt and response."""
+    placement = RankLayout(arch, config.parallel, world_size)
+    return Workload(config, placement, config.data.max_prompt_tokens, config.rollout.max_response_tokens)
+
+
 def _check(config: RunConfig, arch: Architecture) -> None:
     reason = ""
-    if arch.experts:
-        reason = f"mixtures of experts ({arch.model_type}), whose routes decide who sends how much to whom"
-    elif arch.gated_delta or arch.latent_attention:
+    if arch.gated_delta or arch.latent_attention:
         reason = f"gated delta layers and latent attention ({arch.model_type})"
     elif config.lora or config.critic_lora:
         reason = "LoRA"
@@ -100,9 +97,10 @@ def rehearsed_part(config: RunConfig, world_size: int) -> RunConfig:
         )
     stages = parallel.pipeline
     num_micro_batches = 2 if stages == 1 else 2 * stages if parallel.virtual_pipeline > 1 else stages + 1
-    per_rank = num_micro_batches * (batch.tokens_per_microbatch // longest)
+    in_each = batch.tokens_per_microbatch // longest
     # One group for each replica and update.
-    changed = {"groups_per_step": 2 * data_size, "mini_batch_groups": data_size, "group_size": per_rank, "epochs": 1}
+    changed = {"groups_per_step": 2 * data_size, "mini_batch_groups": data_size, "epochs": 1}
+    changed |= {"group_size": num_micro_batches * in_each, "tokens_per_microbatch": in_each * longest}
     model = config.model.model_copy(update={"layer_implementation": "local"})
     fp8 = config.compute.fp8.model_copy(update={"scaling": "none", "params": False})
     compute = config.compute.model_copy(update={"fp8": fp8})

@@ -49,6 +49,9 @@ def test_a_shipped_run_meets_and_is_what_was_planned(file, tmp_path):
             is_even = stage < last or config.parallel.context == 1
             assert played.flops[phase] == pytest.approx(flops, rel=0.0001 if is_even else 0.06)
 
+    for name, (found, planned) in report.traffic(rehearsal).items():
+        assert found == pytest.approx(planned, rel=0.01), name
+
 
 def test_what_does_not_divide_or_fit_is_said_in_one_line(tmp_path, capsys):
     file = CONFIGS / "gsm8k-qwen2.5-0.5b-1gpu.yaml"
