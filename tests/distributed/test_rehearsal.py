@@ -105,8 +105,8 @@ def _given(tensors):
 
 
 def comparable(events):
-    """A response's last token goes where its router sends it, which a rehearsed one does not know: of what goes to other
-    processes' experts the sum is compared."""
+    """A response's last token goes where its router sends it, which a rehearsed one does not know: of what goes to
+    other processes' experts the sum is compared."""
     for ranks, operation, dtype, sizes, peer in events:
         yield ranks, operation, dtype, (len(sizes), sum(sizes)) if operation == "all_to_all" else sizes, peer
 
