@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dapo_mega.megatron.core import groups as parallel_groups
 from dapo_mega.rehearsal.places import place
 
 BACKEND: Final = "rehearsal"
@@ -123,7 +124,11 @@ class World:
         self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def start(self) -> None:
-        """Make this process a rank of this world."""
+        """Make this process, which was forked for it, a rank of this world, whatever group the original is in."""
+        # Its threads were not forked, so it is not ended: only forgotten.
+        self._of_original = dist.distributed_c10d._world, dict(vars(parallel_groups.parallel_state))
+        parallel_groups.stop_groups()
+        dist.distributed_c10d._world = dist.distributed_c10d._World()
         dist.Backend.register_backend(BACKEND, self._make, extended_api=True, devices=["cpu"])
         dist.init_process_group(BACKEND, store=FakeStore(), rank=self.rank, world_size=self.size)
         make: Any = dist.new_group

@@ -153,6 +153,18 @@ def test_other_orders_of_two_groups_are_a_cycle():
     assert all(part in text for part in ("one group of 2", "other group of 2"))
 
 
+def test_the_original_process_may_be_in_a_group_of_its_own():
+    def work(rank, exchange):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        world = World(rank, 2, exchange)
+        world.start()
+        total = torch.tensor([1.0])
+        dist.all_reduce(total)
+        return total.item()
+
+    assert together(PAIR, work) == {0: 2.0, 1: 2.0}
+
+
 def test_a_rank_that_fails_is_named():
     def step(rank):
         if rank == 1:
