@@ -159,6 +159,12 @@ class Group(dist.ProcessGroup):
     def size(self) -> int:
         return self._size
 
+    supports_coalescing = False
+
+    def _get_backend(self, device: torch.device) -> Group:
+        """Asked by torch.distributed.batch_isend_irecv whether it can send several tensors as one."""
+        return self
+
     def getBackendName(self) -> str:
         return BACKEND
 

@@ -130,7 +130,7 @@ def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
     on_gpu = accelerator.has_gpu()
     has_apex_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
-        "use_cpu_initialization": accelerator.device() == torch.device("cpu"),
+        "use_cpu_initialization": not on_gpu and accelerator.device() == torch.device("cpu"),
         # Fusions are CUDA kernels, or torch.compile, which costs minutes on a CPU.
         "bias_activation_fusion": on_gpu and arch.activation == "silu",
         # Makes Megatron take the activation from the layer spec: on the CPU our own SwiGLU.
