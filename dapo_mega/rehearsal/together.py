@@ -19,6 +19,7 @@ from dapo_mega.rehearsal.places import place
 from dapo_mega.rehearsal.roles import Roles
 
 T = TypeVar("T")
+_SILENCE_S = 600
 
 
 class Stuck(InputError):
@@ -77,7 +78,9 @@ class _Switchboard(Generic[T]):
             running = {c: rank for rank, c in self.connections.items() if rank not in self.results}
             if not any(rank not in self.waiting for rank in running.values()):
                 raise Stuck(self._who_waits())
-            for connection in wait(list(running)):
+            if not (ready := wait(list(running), _SILENCE_S)):
+                raise RuntimeError(f"no rehearsed rank has done anything for {_SILENCE_S} s: {self._who_waits()}")
+            for connection in ready:
                 rank = running[connection]  # type: ignore[index]
                 try:
                     request = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]

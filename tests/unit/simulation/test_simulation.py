@@ -153,7 +153,7 @@ def test_the_command_compares_the_schedules(capsys, tmp_path):
 def test_the_command_says_what_failures_cost(capsys):
     small = ["batch.groups_per_step=8", "batch.mini_batch_groups=8", "batch.generation_groups=8", "batch.group_size=4"]
     often = ["--engine-failures-per-hour", "30", "--engine-restart-s", "60"]
-    plan.main([CONFIG, ARCHITECTURE, *small, "--simulate", "--simulated-steps", "1", *often])
+    plan.main([CONFIG, ARCHITECTURE, *small, "--simulate", "--simulated-steps", "6", *often])
     first, head, _, *rows = capsys.readouterr().out.splitlines()
     assert "; each engine fails 30 times an hour (--engine-failures-per-hour) and answers again after 60 s" in first
     assert head.endswith("| failures | engines away | decoded again |")
