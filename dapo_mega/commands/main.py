@@ -10,8 +10,8 @@ from dapo_mega.errors import InputError
 
 COMMANDS = {
     "prepare": "make a task and a random model to try things with; inspect a dataset",
-    "rehearse": "run a step as every rank of a run of any size, on this CPU",
     "plan": "see what a configuration's layout costs, and which others fit",
+    "rehearse": "run a step as every rank of a run of any size, on this CPU",
     "serve": "start this machine's SGLang rollout engines",
     "control": "command a run from a process of its own, for trainers that may die and come back",
     "sft": "fine-tune a model on demonstrations",

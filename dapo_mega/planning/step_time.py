@@ -107,7 +107,7 @@ def step_time(
     passes = 1 + config.algorithm.uses_reference
     forward = _slowest_stage(workload, machine, 1.0, 1.0, launches=1) * passes
     backward = 2.0 - bool(config.lora)  # Frozen weights have no gradients.
-    layers, head = 1.0 + backward + _recomputed_share(workload), 1.0 + backward + config.compute.fused_output_layer
+    layers, head = 1.0 + backward + recomputed_share(workload), 1.0 + backward + config.compute.fused_output_layer
     launches = 2 + (config.compute.recompute == "full")
     update = _slowest_stage(workload, machine, layers, head, launches) * config.batch.epochs
     if config.uses_critic:
@@ -301,7 +301,7 @@ def _optimizer_seconds(workload: Workload, machine: Machine) -> float:
     return config.batch.updates_per_step * moved / machine.reached_memory_rate
 
 
-def _recomputed_share(workload: Workload) -> float:
+def recomputed_share(workload: Workload) -> float:
     """Share of a layer's forward operations that the backward pass repeats."""
     compute, arch = workload.config.compute, workload.placement.arch
     if compute.recompute == "none":

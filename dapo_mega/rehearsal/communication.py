@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dapo_mega.megatron.core import groups as parallel_groups
+from dapo_mega.rehearsal.device import known_of
 from dapo_mega.rehearsal.places import place
 
 BACKEND: Final = "rehearsal"
@@ -55,7 +56,7 @@ class Event:
     place: str
 
     def describe(self) -> str:
-        """Such as "all_reduce of [64] float32 in TENSOR_MODEL_PARALLEL_GROUP of 4 ranks, at file:line"."""
+        """Such as "all_reduce of [64] float32 in the tensor model parallel group of 4 ranks (0, 1, 2, ...), at ..."."""
         sizes = ", ".join(map(str, self.sizes[:4])) + (", ..." if len(self.sizes) > 4 else "")
         peer = "" if self.peer is None else f", rank {self.peer}"
         of = str(self.dtype).removeprefix("torch.")
@@ -91,9 +92,6 @@ class _Done(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
         return True
 
 
@@ -185,14 +183,14 @@ class Group(dist.ProcessGroup):
     def _gather(self, event: Event, values: Sequence[Tensor]) -> list[list[Tensor]]:
         """Everyone's tensors, of those whose values everyone knows; by rank."""
         self._count += 1
-        return self.world.exchange.gather(event, self._count, [known_values(value) for value in values])
+        return self.world.exchange.gather(event, self._count, [known_of(value) for value in values])
 
     def _collect(
         self, operation: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], combine: Any, peer: int | None = None
     ) -> dist.Work:
         """A collective: `combine(everyone's inputs)` are the values of `outputs`."""
         event = self._note(operation, inputs or outputs, peer)
-        if event.is_host or all(known_values(tensor) is not None for tensor in inputs):
+        if event.is_host or all(known_of(tensor) is not None for tensor in inputs):
             everyones = self._gather(event, inputs)
             for output, value in zip(outputs, combine(everyones), strict=True):
                 _put(output, value)
@@ -204,24 +202,22 @@ class Group(dist.ProcessGroup):
     # Summing collectives.
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> dist.Work:
-        operation = options.reduceOp if options else dist.ReduceOp.SUM
-        return self._collect(
-            "all_reduce",
-            tensors,
-            tensors,
-            lambda all_: [_reduced(parts, operation) for parts in zip(*all_, strict=True)],
-        )
+        return self._all_reduce("all_reduce", tensors, options.reduceOp if options else dist.ReduceOp.SUM)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Sequence[Tensor], options: Any) -> dist.Work:
-        is_root = options.rootRank == self._own_rank
-        combine = (
-            (lambda all_: [_reduced(parts, options.reduceOp) for parts in zip(*all_, strict=True)])
-            if is_root
-            else (lambda all_: [])
+    def _all_reduce(self, operation: str, tensors: Sequence[Tensor], kind: Any, peer: int | None = None) -> dist.Work:
+        return self._collect(
+            operation,
+            tensors,
+            tensors,
+            lambda everyones: [_reduced(parts, kind) for parts in zip(*everyones, strict=True)],
+            peer,
         )
-        return self._collect("reduce", tensors, tensors if is_root else [], combine, options.rootRank)
+
+    def reduce(self, tensors: Sequence[Tensor], options: Any) -> dist.Work:
+        # The others' tensors are undefined afterwards.
+        return self._all_reduce("reduce", tensors, options.reduceOp, options.rootRank)
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any = None
@@ -299,7 +295,7 @@ class Group(dist.ProcessGroup):
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> dist.Work:
         event = self._note("send", tensors, to)
         if event.has_values:
-            self.world.exchange.send(event, tag, known_values(tensors[0]))
+            self.world.exchange.send(event, tag, known_of(tensors[0]))
         return _Done()
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
@@ -311,10 +307,6 @@ class Group(dist.ProcessGroup):
                 _put(tensors[0], self.world.exchange.receive(event, tag))
 
         return _Receiving(receive)
-
-
-def known_values(tensor: Tensor) -> Tensor | None:
-    return getattr(tensor, "known", None) if tensor.is_meta else tensor.detach()
 
 
 def _put(tensor: Tensor, value: Tensor | None) -> None:

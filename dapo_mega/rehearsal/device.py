@@ -36,6 +36,9 @@ _aten = torch.ops.aten
 class UnknownValues(RuntimeError):
     """A shape depends on values that the device does not have."""
 
+    def __init__(self, operation: Any) -> None:
+        super().__init__(f"{operation} gives a tensor whose size depends on values that no rehearsal has")
+
 
 class PretendedDevice(TorchDispatchMode):
     """Counts what is held and computed.
@@ -142,12 +145,11 @@ class PretendedDevice(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, known: Any) -> Any:
         if func in _SHAPED_BY_VALUES:
             if known is None:
-                raise UnknownValues(f"{func} gives a tensor whose size depends on values that no rehearsal has")
+                raise UnknownValues(func)
             return torch.empty(known.shape, dtype=known.dtype, device=DEVICE)
         if func is _aten.masked_select.default:
-            mask = known_of(args[1])
-            if mask is None:
-                raise UnknownValues(f"{func} by a mask that no rehearsal has")
+            if (mask := known_of(args[1])) is None:
+                raise UnknownValues(func)
             return torch.empty(int(mask.sum()), dtype=args[0].dtype, device=DEVICE)
         return func(*args, **kwargs)
 
@@ -174,7 +176,7 @@ _WITHOUT_VALUES = {_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _a
 
 def known_of(tensor: Tensor) -> Tensor | None:
     """The values of a tensor: of the host's all, of the device's if they are known."""
-    return getattr(tensor, "known", None) if tensor.is_meta else tensor
+    return getattr(tensor, "known", None) if tensor.is_meta else tensor.detach()
 
 
 def _known_result(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
@@ -214,9 +216,8 @@ def _with_known_shapes(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     indices: list[Any] = []
     for index in args[1]:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
-            mask = known_of(index)
-            if mask is None:
-                raise UnknownValues(f"{func} by a mask that no rehearsal has")
+            if (mask := known_of(index)) is None:
+                raise UnknownValues(func)
             indices += mask.nonzero().unbind(1)
         else:
             indices.append(index)
@@ -253,6 +254,7 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """torch's scaled_dot_product_attention with the kernel that it takes on a CPU, which keeps no scores."""
+    assert not enable_gqa
     mask = attn_mask
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))

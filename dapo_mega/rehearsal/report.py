@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from dapo_mega.planning.communication import step_traffic
-from dapo_mega.planning.memory import GIB, activation_parts
+from dapo_mega.planning.memory import ASLEEP_BYTES, GIB, activation_parts
 from dapo_mega.planning.parameters import num_parameters, stage_bytes
-from dapo_mega.planning.step_time import layer_flops
+from dapo_mega.planning.step_time import layer_flops, recomputed_share
 from dapo_mega.rehearsal.communication import Event
 from dapo_mega.rehearsal.rank import Played
 from dapo_mega.rehearsal.run import Rehearsal
 
-_ALWAYS = ("parameters", "gradients", "optimizer")
 _TRAFFIC = {
     "TENSOR_MODEL_PARALLEL_GROUP": (
         "TP + SP gather and scatter",
@@ -60,13 +59,11 @@ def _stage_lines(rehearsal: Rehearsal, stage: int) -> Iterator[str]:
         f"{phase!r} in {peak.operation} at {peak.place}"
     )
     held = stage_bytes(workload.placement, stage, config.model, config.compute)
-    planned = dict(zip(_ALWAYS, (held.parameters, held.gradients, held.optimizer), strict=True))
-    found = {**played.always, "activations": played.peaks["update"].num_bytes - sum(played.always.values())}
-    for name, size in planned.items():
-        yield f"  {_beside(name, found[name] / GIB, size / GIB, 'GiB')}"
-    yield _activations(rehearsal, stage, found["activations"])
-    operations = planned_flops(rehearsal, stage)
-    for name, flops in operations.items():
+    planned = (held.parameters, held.gradients, held.optimizer)
+    for (name, found), size in zip(played.always.items(), planned, strict=True):
+        yield f"  {_beside(name, found / GIB, size / GIB, 'GiB')}"
+    yield _activations(rehearsal, stage, played.peaks["update"].num_bytes - sum(played.always.values()))
+    for name, flops in planned_flops(rehearsal, stage).items():
         yield f"  {_beside(f'{name}: operations', played.flops[name] / 1e12, flops / 1e12, 'TFLOP')}"
 
 
@@ -87,12 +84,13 @@ def _activations(rehearsal: Rehearsal, stage: int, found: float) -> str:
 
 def _verdict(rehearsal: Rehearsal) -> str:
     most = max(peak.num_bytes for played in rehearsal.played.values() for peak in played.peaks.values())
-    available = rehearsal.available_bytes
+    placement = rehearsal.config.rollout.placement
+    available = rehearsal.available_bytes - ASLEEP_BYTES * (placement == "colocated")
+    beside = {"colocated": ", beside an engine asleep", "embedded": ", the embedded engine left out"}.get(placement, "")
+    of_gpu = f"{most / GIB:.1f} of {available / GIB:.1f} GiB of a GPU{beside}"
     if most <= available:
-        return (
-            f"fits: {most / GIB:.1f} of {available / GIB:.1f} GiB of a GPU, {(available - most) / GIB:.1f} GiB to spare"
-        )
-    return f"DOES NOT FIT: {most / GIB:.1f} GiB are needed, and {available / GIB:.1f} GiB of a GPU may be used"
+        return f"fits: {of_gpu}; {(available - most) / GIB:.1f} GiB to spare"
+    return f"DOES NOT FIT: {of_gpu}"
 
 
 def _beside(name: str, found: float, planned: float, unit: str) -> str:
@@ -109,7 +107,7 @@ def planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
     scored = workload.responses_per_step * workload.mean_response / sharing
     is_last = stage == placement.parallel.pipeline - 1
     head = is_last * scored * 2.0 * placement.arch.vocab_size * placement.arch.hidden_size
-    passes = 3 + (rehearsal.config.compute.recompute == "full")
+    passes = 3 + recomputed_share(workload)
     return {
         "score": layers + head,
         "update": passes * layers + (3 + rehearsal.config.compute.fused_output_layer) * head,

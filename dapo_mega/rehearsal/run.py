@@ -58,10 +58,10 @@ def rehearse_run(config: RunConfig, world_size: int, available_bytes: float) -> 
     workload = longest_workload(small, arch, world_size)
     samples = synthetic_samples(workload)
     roles = Roles(config.parallel, world_size)
-    torch.set_num_threads(1)
-    logging.disable(logging.INFO)
 
     def play(config: RunConfig, rank: int, exchange: Exchange) -> Played:
+        torch.set_num_threads(1)
+        logging.disable(logging.INFO)
         return rehearse(config, World(rank, world_size, exchange), samples if rank == 0 else None)
 
     with tempfile.TemporaryDirectory() as folder, without_values(small, Path(folder)) as prepared:
@@ -90,11 +90,6 @@ def rehearsed_part(config: RunConfig, world_size: int) -> RunConfig:
     parallel, batch = config.parallel, config.batch
     data_size = parallel.data_size(world_size)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if longest > batch.tokens_per_microbatch:
-        raise InputError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens fit into no micro-batch of "
-            f"batch.tokens_per_microbatch={batch.tokens_per_microbatch}"
-        )
     stages = parallel.pipeline
     num_micro_batches = 2 if stages == 1 else 2 * stages if parallel.virtual_pipeline > 1 else stages + 1
     in_each = batch.tokens_per_microbatch // longest

@@ -171,8 +171,8 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
         for connection in connections.values():
             connection.close()
         for process in processes:
-            process.join(5)
-            process.kill()
+            process.kill()  # It has ended, unless another one has failed.
+            process.join()
 
 
 def _play(

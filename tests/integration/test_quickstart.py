@@ -48,7 +48,7 @@ def test_a_wrong_argument_is_refused_before_the_cold_start(output, argument, lin
 
 @pytest.mark.timeout(1800)
 def test_dapo_lifts_accuracy_by_40_points(output):
-    result = quickstart(output, "--sft-steps", "600", *FEWER_STEPS)  # Half of them end at the same loss.
+    result = quickstart(output, "--sft-steps", "600", *FEWER_STEPS)  # Half of the default.
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
     records = read_metrics(output / "dapo" / "metrics.jsonl")
     before, after = records[0], records[-1]
