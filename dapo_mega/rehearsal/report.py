@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from dapo_mega.planning.communication import step_traffic
-from dapo_mega.planning.memory import ASLEEP_BYTES, GIB, activation_parts
+from dapo_mega.planning.memory import ASLEEP_BYTES, GIB, activation_parts, layer_kind
 from dapo_mega.planning.parameters import num_parameters, stage_bytes
 from dapo_mega.planning.step_time import layer_flops, recomputed_share
 from dapo_mega.rehearsal.communication import Event
@@ -69,24 +69,37 @@ def _stage_lines(rehearsal: Rehearsal, stage: int) -> Iterator[str]:
 
 def _activations(rehearsal: Rehearsal, stage: int, found: float) -> str:
     """Plans are of Transformer Engine's layers, or of local layers on a CPU, whose attention computes in float32."""
-    workload = rehearsal.workload
-    config = rehearsal.config
-    if config.model.dtype == "fp32":
-        planned = sum(activation_parts(workload, workload.placement, stage))
+    planned = _planned_activations(rehearsal, stage)
+    if layer_kind(rehearsal.as_given) == "local" and rehearsal.config.model.dtype == "fp32":
         return f"  {_beside('activations', found / GIB, planned / GIB, 'GiB')}"
-    of_engine = replace(workload, config=rehearsal.as_given)
-    planned = sum(activation_parts(of_engine, workload.placement, stage))
-    return (
-        f"  activations: {found / GIB:,.3f} GiB with local layers; planned with Transformer Engine's "
-        f"{planned / GIB:,.3f} GiB"
+    return f"  activations: {found / GIB:,.3f} GiB with local layers" + (
+        f"; planned with Transformer Engine's {planned / GIB:,.3f} GiB" if _has_other_layers(rehearsal) else ""
     )
 
 
+def _planned_activations(rehearsal: Rehearsal, stage: int) -> float:
+    """Bytes that the plan has for the layers that the run asks for."""
+    workload = replace(rehearsal.workload, config=rehearsal.as_given)
+    return sum(activation_parts(workload, workload.placement, stage))
+
+
+def _has_other_layers(rehearsal: Rehearsal) -> bool:
+    """Whether the run will have Transformer Engine's layers."""
+    return layer_kind(rehearsal.as_given) != "local"
+
+
 def _verdict(rehearsal: Rehearsal) -> str:
-    most = max(peak.num_bytes for played in rehearsal.played.values() for peak in played.peaks.values())
+    """With the layers that the run will have; local ones keep more."""
     placement = rehearsal.config.rollout.placement
     available = rehearsal.available_bytes - ASLEEP_BYTES * (placement == "colocated")
     beside = {"colocated": ", beside an engine asleep", "embedded": ", the embedded engine left out"}.get(placement, "")
+    most = local = max(float(peak.num_bytes) for played in rehearsal.played.values() for peak in played.peaks.values())
+    if _has_other_layers(rehearsal):
+        most = max(
+            sum(played.always.values()) + _planned_activations(rehearsal, rehearsal.roles.place(rank)[3])
+            for rank, played in rehearsal.played.items()
+        )
+        beside += f", with the planned activations of Transformer Engine's layers ({local / GIB:.1f} with local ones)"
     of_gpu = f"{most / GIB:.1f} of {available / GIB:.1f} GiB of a GPU{beside}"
     if most <= available:
         return f"fits: {of_gpu}; {(available - most) / GIB:.1f} GiB to spare"

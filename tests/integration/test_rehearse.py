@@ -59,5 +59,5 @@ def test_what_does_not_divide_or_fit_is_said_in_one_line(tmp_path, capsys):
     with pytest.raises(InputError, match="num_attention_heads=14"):
         rehearse.main([*given, "parallel.tensor=4", "parallel.world_size=4"])
     capsys.readouterr()
-    rehearse.main([*given, "--gpu-memory-gib", "6"])
+    rehearse.main([*given, "--gpu-memory-gib", "5.5"])
     assert "DOES NOT FIT" in capsys.readouterr().out
