@@ -68,6 +68,7 @@ class _Switchboard(Generic[T]):
 
     roles: Roles
     connections: dict[int, Connection]
+    processes: dict[int, multiprocessing.context.ForkProcess]
     results: dict[int, T] = field(default_factory=dict)
     waiting: dict[int, _Request] = field(default_factory=dict)
     _gathered: dict[Any, dict[int, _Request]] = field(default_factory=lambda: defaultdict(dict))
@@ -85,7 +86,10 @@ class _Switchboard(Generic[T]):
                 try:
                     request = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
-                    raise RuntimeError(f"the process of {self.roles.describe(rank)} has died") from None
+                    process = self.processes[rank]
+                    process.join()
+                    ended = f"has died with status {process.exitcode}"
+                    raise RuntimeError(f"the process of {self.roles.describe(rank)} {ended}") from None
                 self._take(rank, request)
         return self.results
 
@@ -152,7 +156,7 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
     Stuck if they wait for each other."""
     context = multiprocessing.get_context("fork")
     connections: dict[int, Connection] = {}
-    processes = []
+    processes: dict[int, multiprocessing.context.ForkProcess] = {}
     gc.collect()
     gc.freeze()
     try:
@@ -164,13 +168,13 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
             process.start()
             there.close()
             connections[rank] = here
-            processes.append(process)
-        return _Switchboard[T](roles, connections).run()
+            processes[rank] = process
+        return _Switchboard[T](roles, connections, processes).run()
     finally:
         gc.unfreeze()
         for connection in connections.values():
             connection.close()
-        for process in processes:
+        for process in processes.values():
             process.kill()  # It has ended, unless another one has failed.
             process.join()
 
