@@ -158,6 +158,10 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
     connections: dict[int, Connection] = {}
     processes: dict[int, multiprocessing.context.ForkProcess] = {}
     gc.collect()
+    # In no rehearsed rank may a group of this process end: its threads are not there. Megatron remembers some where
+    # nothing else knows them, such as in the cache of a method.
+    objects = gc.get_objects()
+    kept = [objects, gc.get_referents(*objects)]
     gc.freeze()
     try:
         for rank in roles.rehearsed:
@@ -171,6 +175,7 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
             processes[rank] = process
         return _Switchboard[T](roles, connections, processes).run()
     finally:
+        kept.clear()
         gc.unfreeze()
         for connection in connections.values():
             connection.close()

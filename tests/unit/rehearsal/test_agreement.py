@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -163,6 +166,28 @@ def test_the_original_process_may_be_in_a_group_of_its_own():
         return total.item()
 
     assert together(PAIR, work) == {0: 2.0, 1: 2.0}
+
+
+@functools.lru_cache(maxsize=1)
+def remembered(group):
+    """As Megatron's rotary embeddings remember models, and with them their groups."""
+
+
+def test_what_the_original_process_remembers_is_not_freed():
+    """The end of one of its groups, whose threads no forked process has, would end a rehearsed rank."""
+
+    def original():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        remembered(dist.group.WORLD)
+        dist.destroy_process_group()
+        assert together(PAIR, lambda rank, exchange: remembered(rank)) == {0: None, 1: None}
+
+    process = multiprocessing.get_context("fork").Process(target=original)
+    process.start()
+    process.join(60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_a_rank_that_fails_is_named():
