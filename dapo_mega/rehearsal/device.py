@@ -28,6 +28,7 @@ DEVICE: Final = torch.device("meta")
 
 _LARGEST_KNOWN = 2**23
 _LARGEST_FILLED = 2**22
+_SMALL = 2**20
 _NOTED = 1.002
 """What the peak is made of is noted again when it has grown so much."""
 _aten = torch.ops.aten
@@ -45,12 +46,14 @@ class PretendedDevice(TorchDispatchMode):
 
     `live` are the bytes of each kind of memory that is allocated under that name of `holding`; `peak` their sum at the
     most, `at_peak` the kinds and `where` the operation and the place in the code at that moment; `flops` counts
-    multiplications and additions apart.
+    multiplications and additions apart. With `keeps_large_here` nothing is counted, and large tensors that are made on
+    the host, or copied to it, are the device's, so that they take no memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.kind = "other"
+        self.keeps_large_here = False
         self.live: Counter[str] = Counter()
         self.flops = 0
         self._kinds: dict[int, tuple[str, int]] = {}
@@ -84,6 +87,8 @@ class PretendedDevice(TorchDispatchMode):
                 self._kinds[key] = (kind, size)
 
     def _hold(self, tensor: Tensor, func: Any) -> None:
+        if self.keeps_large_here:
+            return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._kinds:
@@ -122,6 +127,8 @@ class PretendedDevice(TorchDispatchMode):
         tensors = _tensors((*args, *kwargs.values()))
         is_here = any(tensor.is_meta for tensor in tensors)
         device = kwargs.get("device")
+        if self.keeps_large_here and device is not None and device != DEVICE and _makes_much(func, args):
+            kwargs, device = kwargs | {"device": DEVICE}, DEVICE
         if not is_here and device != DEVICE:
             return func(*args, **kwargs)
         if is_here:
@@ -172,6 +179,13 @@ _OUT_OF_PLACE = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
 _SHAPED_BY_VALUES = {_aten.nonzero.default, _aten.repeat_interleave.Tensor, _aten._unique2.default}
 _FILLED = {_aten.zeros_like, _aten.ones_like, _aten.full_like}
 _WITHOUT_VALUES = {_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full, _aten.randn, _aten.rand}
+
+
+def _makes_much(func: Any, args: Any) -> bool:
+    """Whether a tensor of more than a million numbers is made or copied."""
+    if func is _aten._to_copy.default:
+        return bool(args[0].is_meta and args[0].numel() > _SMALL and known_of(args[0]) is None)
+    return func._overloadpacket in _WITHOUT_VALUES and math.prod(args[0]) > _SMALL
 
 
 def known_of(tensor: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import default_planner
 from torch.utils._pytree import tree_leaves
 
 from dapo_mega.batching.samples import FlatSamples, flatten, single_turn
@@ -23,6 +24,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.distributed.commands import Own
 from dapo_mega.megatron import fused_logprobs, logprobs
+from dapo_mega.megatron.core import checkpoint_files
 from dapo_mega.megatron.core.optimization import gradient_buffers, optimizer_state
 from dapo_mega.megatron.core.repairs import cpu_accelerator
 from dapo_mega.megatron.objectives import needs_whole_trajectories
@@ -90,11 +92,17 @@ class Played:
     num_micro_batches: int
 
 
-def rehearse(config: RunConfig, world: World, samples: FlatSamples | None) -> Played:
-    """One step of the run as this rank: build, take samples (of rank 0), score, update, gather weights."""
+def rehearse(config: RunConfig, world: World, samples: FlatSamples | None, *, all_are_here: bool) -> Played:
+    """One step of the run as this rank: build, take samples (of rank 0), score, update, gather weights, and save up to
+    the writing of files. Where ranks stand for others (not `all_are_here`), a checkpoint seems to hold theirs twice:
+    whether it holds everything once is then not asked."""
     os.environ |= {"WORLD_SIZE": str(world.size), "RANK": str(world.rank)}
     world.start()
     _pretend()
+    if not all_are_here:
+        checkpoint_files.dist_checkpointing.state_dict_utils.validate_sharding_integrity = lambda *_, **__: None
+        check = default_planner._validate_global_plan
+        default_planner._validate_global_plan = lambda _, all_: check([], replace(all_, state_dict_metadata={}))
     trainer = TrainerAlone(config, start_processes(config.parallel, config.seed))
     device = PretendedDevice()
     peaks: dict[str, Peak] = {}
@@ -105,6 +113,7 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None) -> Pl
         gc.collect()
         device.forget_peak()
         world.phase, before = name, device.flops
+        device.keeps_large_here = name == "save"
         with device.holding("buckets" if name == "weights" else "activations"):
             yield
         peaks[name] = Peak(device.peak, device.at_peak, *device.where)
@@ -154,6 +163,8 @@ def play_step(
         for bucket in trainer.policy.weights(config.weight_sync.bucket_bytes):
             for _ in bucket.tensors or ():
                 pass
+    with phase("save"):
+        trainer.store.save(trainer.policy, None, 1, trainer.critic)
 
 
 class TrainerAlone(Trainer):
@@ -176,6 +187,8 @@ def _pretend() -> None:
     torch.nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
     logprobs._kernels_for = lambda logits: _Kernels  # type: ignore[assignment,return-value]
     fused_logprobs.CHUNK_BYTES["meta"] = fused_logprobs.CHUNK_BYTES["cuda"]
+    # No file of a checkpoint is written.
+    checkpoint_files.from_snapshot = lambda request, *_: request._replace(async_fn=None, preload_fn=None)
     cpu_accelerator.install()
     make = torch.tensor
 
@@ -234,6 +247,7 @@ def without_values(config: RunConfig, folder: Path) -> Iterator[RunConfig]:
     """The configuration with a model whose tensors have no values."""
     path = Path(config.model.path)
     is_here = path.is_dir()
+    config = config.model_copy(update={"output_dir": str(folder)})
     if not is_here:
         assert config.model.architecture
         (folder / "config.json").write_text(Path(config.model.architecture).read_text())

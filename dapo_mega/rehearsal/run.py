@@ -62,7 +62,8 @@ def rehearse_run(config: RunConfig, world_size: int, available_bytes: float) -> 
     def play(config: RunConfig, rank: int, exchange: Exchange) -> Played:
         torch.set_num_threads(1)
         logging.disable(logging.INFO)
-        return rehearse(config, World(rank, world_size, exchange), samples if rank == 0 else None)
+        world, taken = World(rank, world_size, exchange), samples if rank == 0 else None
+        return rehearse(config, world, taken, all_are_here=len(roles.rehearsed) == world_size)
 
     with tempfile.TemporaryDirectory() as folder, without_values(small, Path(folder)) as prepared:
         layers = config.model.layer_implementation
@@ -99,5 +100,6 @@ def rehearsed_part(config: RunConfig, world_size: int) -> RunConfig:
     model = config.model.model_copy(update={"layer_implementation": "local"})
     fp8 = config.compute.fp8.model_copy(update={"scaling": "none", "params": False})
     compute = config.compute.model_copy(update={"fp8": fp8})
-    changes = {"batch": batch.model_copy(update=changed), "model": model, "compute": compute}
+    checkpoint = config.checkpoint.model_copy(update={"asynchronous": True})
+    changes = {"batch": batch.model_copy(update=changed), "model": model, "compute": compute, "checkpoint": checkpoint}
     return config.model_copy(update=changes)

@@ -69,6 +69,8 @@ NAMES = {
     "reduce_scatter_": "reduce_scatter",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "broadcast_": "broadcast",
+    "gather_": "gather",
+    "scatter_": "scatter",
     "send": "send",
     "recv_": "receive",
     "barrier": "barrier",
@@ -90,7 +92,7 @@ class Recording(TorchDispatchMode):
             schema = [argument.name for argument in func._schema.arguments]
             given = dict(zip(schema, args, strict=False)) | (kwargs or {})
             ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
-            keys = ("input_tensors", "input_tensor", "tensors", "inputs", "tensor", "input")
+            keys = ("output_tensors",) if name == "scatter_" else ("input_tensors", "input_tensor", "tensors", "inputs", "tensor", "input")
             tensors = tree_leaves(next(given[key] for key in keys if key in given))
             if name == "alltoall_base_":
                 tensors = tensors[0].split(given["input_split_sizes"] or len(tensors[0]) // len(ranks))
@@ -143,6 +145,7 @@ def config_of(case, models, world_size):
     has_experts = case.get("has_experts", False)
     overrides = {
         "model.path": models[has_experts],
+        "output_dir": models[has_experts] + "-run",
         "rollout.routing_replay": has_experts,
         "model.dtype": case.get("dtype", "fp32"),
         "data.max_prompt_tokens": 16,
