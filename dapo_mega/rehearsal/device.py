@@ -57,6 +57,7 @@ class PretendedDevice(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.flops = 0
         self._kinds: dict[int, tuple[str, int]] = {}
+        self._kernels = 0
         self.forget_peak()
 
     # ---- memory ----
@@ -102,16 +103,29 @@ class PretendedDevice(TorchDispatchMode):
             self.live[self.kind] += size
             self._total += size
             weakref.finalize(storage, self._release, key)
-        if self._total > self.peak:
+        self._note_peak(str(func))
+
+    def _note_peak(self, operation: str) -> None:
+        if self._total > self.peak and not self._kernels:
             self.peak = self._total
             if self._total > _NOTED * self._noted:
                 self._noted, self.at_peak = self._total, dict(self.live)
-                self.where = (str(func), place(sys._getframe(2)))
+                self.where = (operation, place(sys._getframe(3)))
 
     def _release(self, key: int) -> None:
         kind, size = self._kinds.pop(key)
         self.live[kind] -= size
         self._total -= size
+
+    @contextmanager
+    def kernel(self) -> Iterator[None]:
+        """What is allocated in this block is one kernel's: it counts if it is there behind the block."""
+        self._kernels += 1
+        try:
+            yield
+        finally:
+            self._kernels -= 1
+        self._note_peak("kernel")
 
     # ---- values ----
 

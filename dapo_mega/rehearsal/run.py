@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from dapo_mega.config import RunConfig
+from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
 from dapo_mega.planning.plan import find_architecture
@@ -86,6 +87,11 @@ def _check(config: RunConfig, arch: Architecture) -> None:
         raise InputError(f"{reason} cannot be rehearsed yet; dapo-mega plan and a run of one step on GPUs say more")
 
 
+def has_emulated_gpu() -> bool:
+    """Whether Transformer Engine's layers take tensors without values: where what it has compiled is plain PyTorch."""
+    return accelerator.has_gpu() and accelerator.device().type == "cpu"
+
+
 def rehearsed_part(config: RunConfig, world_size: int) -> RunConfig:
     """The run with two updates of as many micro-batches as fill the pipeline, all of the longest samples."""
     parallel, batch = config.parallel, config.batch
@@ -97,7 +103,9 @@ def rehearsed_part(config: RunConfig, world_size: int) -> RunConfig:
     # One group for each replica and update.
     changed = {"groups_per_step": 2 * data_size, "mini_batch_groups": data_size, "epochs": 1}
     changed |= {"group_size": num_micro_batches * in_each, "tokens_per_microbatch": in_each * longest}
-    model = config.model.model_copy(update={"layer_implementation": "local"})
+    model = config.model
+    if not has_emulated_gpu():
+        model = model.model_copy(update={"layer_implementation": "local"})
     fp8 = config.compute.fp8.model_copy(update={"scaling": "none", "params": False})
     compute = config.compute.model_copy(update={"fp8": fp8})
     checkpoint = config.checkpoint.model_copy(update={"asynchronous": True})

@@ -21,12 +21,12 @@ import torch
 
 from dapo_mega.distributed import accelerator
 from dapo_mega.megatron.core.repairs import cpu_accelerator
+from tests.te_cpu import rehearsed
 
 VARIABLE = "DAPO_MEGA_TE_CPU"
 """Set it to 1 for processes of the tests that are to `install()`."""
 CAPABILITY = (9, 0)
 REPOSITORY = Path(__file__).resolve().parents[2]
-_CPU = torch.device("cpu")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
 _torch_for_te: types.ModuleType | None = None
 
@@ -82,7 +82,7 @@ def _pretend_a_gpu() -> None:
     """The project builds what it builds on a Hopper GPU; tensors stay on the CPU."""
     replaced: Any = accelerator
     replaced.has_gpu = lambda: True
-    replaced.device = lambda: _CPU
+    replaced.device = lambda: cpu_accelerator._CPU
     replaced.select = lambda local_rank: None
     replaced.stream = lambda: None
     replaced.capability = lambda: CAPABILITY
@@ -93,7 +93,8 @@ def _load() -> None:
     """Load Transformer Engine without its libraries, which its top-level package looks for."""
     # Not among the installed packages: without its libraries its import raises what Megatron does not expect.
     sys.path.append(str(sources()))
-    sys.modules["transformer_engine_torch"] = importlib.import_module("tests.te_cpu.extension")
+    extension = sys.modules["transformer_engine_torch"] = importlib.import_module("tests.te_cpu.extension")
+    rehearsed.make_kernels(extension)
     sys.modules["transformer_engine.pytorch.onnx_extensions"] = _Refusing("transformer_engine.pytorch.onnx_extensions")
     spec = importlib.util.find_spec("transformer_engine")
     assert spec, f"no Transformer Engine in {sources()}"
@@ -205,7 +206,7 @@ class _Device(metaclass=_DeviceType):
     """torch.device("cuda") is the CPU."""
 
     def __new__(cls, kind: Any = "cpu", *args: Any) -> Any:
-        return _CPU if str(kind).startswith("cuda") else torch.device(kind, *args)
+        return cpu_accelerator._CPU if str(kind).startswith("cuda") else torch.device(kind, *args)
 
 
 _ASK_FOR_CUDA = ("transformer_engine.", "megatron.core.optimizer.cpu_offloading.")
@@ -234,7 +235,6 @@ def _replace_tensor_methods() -> None:
     tensor: Any = torch.Tensor
     tensor.is_cuda = property(is_cuda)
     tensor.to = to
-    tensor.cuda = lambda self, *args, **kwargs: self
     tensor.pin_memory = pin_memory
 
 

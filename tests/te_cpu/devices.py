@@ -367,8 +367,7 @@ def pretending() -> Iterator[None]:
         patch.setattr(threading.Thread, "_bootstrap_inner", start)
         patch.setattr(torch.autograd, "_engine_run_backward", _run_backward)
         patch.setattr(torch, "Generator", _Generator)
-        for place in (cpu_accelerator, te_cpu):
-            patch.setattr(place, "_CPU", CUDA)
+        patch.setattr(cpu_accelerator, "_CPU", CUDA)
         patch.setattr(accelerator, "device", lambda: CUDA)
         gpu_stand_ins.have_nccl(patch)
         patch.setattr(gpu_stand_ins, "all_on_gpu", False)

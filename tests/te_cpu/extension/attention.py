@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.te_cpu import rehearsed
+
 from .enums import (
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
@@ -101,6 +103,12 @@ def _scores(q: Tensor, k: Tensor, scale: float, mask: NVTE_Mask_Type, window: tu
     return scores.masked_fill(~seen, -math.inf)
 
 
+def _seen(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, mask: NVTE_Mask_Type) -> int:
+    """Pairs of queries and keys; of causal masks half of them."""
+    pairs = sum(q * k for q, k in zip(cu_seqlens_q.diff().tolist(), cu_seqlens_kv.diff().tolist(), strict=True))
+    return pairs // 2 if mask in _CAUSAL else pairs
+
+
 def _check(qkv_layout: NVTE_QKV_Layout, bias_type: NVTE_Bias_Type, dropout: float) -> None:
     if not qkv_layout.name.startswith(("NVTE_THD_T", "NVTE_T3HD", "NVTE_TH3D")):
         raise NotImplementedError(f"transformer_engine_torch.fused_attn with {qkv_layout.name}")
@@ -127,7 +135,11 @@ def fused_attn_fwd(
         assert int(cu.diff().max()) <= longest, f"a sequence is longer than max_seqlen_{name}"
     assert q.dim() == k.dim() == v.dim() == 3
     output = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    stats = torch.zeros(*q.shape[:-1], 1)
+    stats = q.new_zeros(*q.shape[:-1], 1, dtype=torch.float32)
+    random_state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    if q.is_meta:
+        rehearsed.count(2 * _seen(cu_seqlens_q, cu_seqlens_kv, attn_mask_type) * q.shape[1] * (q.shape[2] + v.shape[2]))
+        return [output, stats, random_state]
     repeat = q.shape[1] // k.shape[1]
     for (q_start, q_len), (k_start, k_len) in zip(
         _segments(cu_seqlens_q, cu_seqlens_q_padded), _segments(cu_seqlens_kv, cu_seqlens_kv_padded), strict=True
@@ -139,7 +151,7 @@ def fused_attn_fwd(
         weights = (scores - lse.nan_to_num(neginf=0.0)).exp()
         output[queries] = torch.einsum("hqk,khe->qhe", weights, wide[1]).to(q.dtype)
         stats[queries] = lse.transpose(0, 1)
-    return [output, stats, torch.zeros(2, dtype=torch.int64)]
+    return [output, stats, random_state]
 
 
 def fused_attn_bwd(
@@ -157,7 +169,10 @@ def fused_attn_bwd(
     aux, cu_seqlens_q_padded, cu_seqlens_kv_padded, *_ = (x for x in rest if not isinstance(x, torch.dtype | DType))
     _check(qkv_layout, bias_type, p_dropout)
     stats = aux[0]
-    gradients = [torch.zeros(part.shape, dtype=part.dtype) for part in (q, k, v)]
+    gradients = [torch.zeros(part.shape, dtype=part.dtype, device=part.device) for part in (q, k, v)]
+    if q.is_meta:
+        rehearsed.count(4 * _seen(cu_seqlens_q, cu_seqlens_kv, attn_mask_type) * q.shape[1] * (q.shape[2] + v.shape[2]))
+        return [*gradients, None, None]
     groups, repeat = k.shape[1], q.shape[1] // k.shape[1]
     for (q_start, q_len), (k_start, k_len) in zip(
         _segments(cu_seqlens_q, cu_seqlens_q_padded), _segments(cu_seqlens_kv, cu_seqlens_kv_padded), strict=True
@@ -231,6 +246,8 @@ def _rope(
     positions = _positions(cu_seqlens, cp_size, cp_rank)
     assert len(positions) == len(tensor), "cu_seqlens does not end where the tokens do"
     assert int(positions.max()) < len(freqs), "a position has no frequencies: out of bounds on a device"
+    if tensor.is_meta:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     angles = freqs[:, 0, 0][positions][:, None]
     rotated, rest = tensor[..., : angles.shape[-1]].float(), tensor[..., angles.shape[-1] :]
     first, second = rotated.chunk(2, -1)

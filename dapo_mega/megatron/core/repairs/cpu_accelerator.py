@@ -209,7 +209,7 @@ def _replace_tensor_methods() -> None:
 
     tensor: Any = torch.Tensor
     tensor.type = type_
-    tensor.cuda = lambda self, *args, **kwargs: self
+    tensor.cuda = lambda self, *args, **kwargs: self.to(_CPU)
 
 
 def _replace_megatron_names() -> None:
