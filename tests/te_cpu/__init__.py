@@ -240,11 +240,15 @@ def _replace_tensor_methods() -> None:
 
 def _gather_parameters_one_by_one() -> None:
     """Megatron gathers a bucket of FP8 bytes and one of bfloat16 in one call. gloo mixes up the tensors of a call that
-    differ in type; NCCL does not."""
+    differ in type; NCCL and a rehearsal do not."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    def all_gather(output: torch.Tensor, input: torch.Tensor, group: Any, async_op: bool = False) -> None:
-        group._allgather_base(output, input).wait()
-
     module: Any = param_and_grad_buffer
+    in_one_call = module.dist_all_gather_func
+
+    def all_gather(output: torch.Tensor, input: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        if output.is_meta:
+            return in_one_call(output, input, group=group, async_op=async_op)
+        return group._allgather_base(output, input).wait()
+
     module.dist_all_gather_func = all_gather

@@ -15,7 +15,7 @@ def _half(cu_seqlens: Tensor, half: int) -> Tensor:
     pieces = [
         torch.arange(s + half * (n // 2), s + half * (n // 2) + n // 2) for s, n in zip(starts, lengths, strict=True)
     ]
-    return torch.cat(pieces)
+    return torch.cat(pieces).to(cu_seqlens.device)
 
 
 def _token_dim(tensor: Tensor) -> int:
