@@ -168,14 +168,14 @@ def working_set(model: ActivationModel, stage: int) -> float:
 
 
 def output_layer_bytes(placement: RankLayout, compute: ComputeConfig, element: int, num_scored: int) -> float:
-    """Working set of log-probs and entropies: one chunk of logits and the gradient of the hidden states, or (not
-    fused) the gradient of all logits and a chunk of them in float32."""
+    """Working set of log-probs and entropies: one chunk of logits, the gradient of the hidden states, and what autograd
+    is given as that of the weight, or (not fused) the gradient of all logits and a chunk of them in float32."""
     vocabulary, hidden = placement.vocabulary, placement.arch.hidden_size
     responses = num_scored / placement.parallel.context
     if not compute.fused_output_layer:
         return responses * vocabulary * element + min(UNFUSED_POSITIONS, responses) * vocabulary * (4 + element)
     positions = min(max(MIN_CHUNK_POSITIONS, CHUNK_BYTES // (4 * vocabulary)), MAX_CHUNK_POSITIONS, responses)
-    weight = 4 * vocabulary * hidden if placement.arch.tied_embeddings else 0
+    weight = (element + 4 * placement.arch.tied_embeddings) * vocabulary * hidden
     return positions * vocabulary * element + responses * hidden * element + weight
 
 

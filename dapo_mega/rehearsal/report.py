@@ -41,12 +41,21 @@ def report(rehearsal: Rehearsal) -> Iterator[str]:
         f"rehearsed: scoring, two updates of {first.num_micro_batches} micro-batches of "
         f"{workload.full_micro_batch().num_tokens} tokens, and gathering weights for engines, by {len(played)} of "
         f"{roles.world_size} ranks, which stand for "
-        f"all, with local layers in place of Transformer Engine's"
+        f"all, with {_layers(rehearsal)}"
     )
     for stage in range(workload.placement.parallel.pipeline):
         yield from _stage_lines(rehearsal, stage)
     yield _verdict(rehearsal)
     yield from _traffic_lines(rehearsal)
+
+
+def _layers(rehearsal: Rehearsal) -> str:
+    """The layers that were rehearsed, and what the run has in their place."""
+    if layer_kind(rehearsal.config) != "local":
+        layers = "Transformer Engine's layers"
+    else:
+        layers = "local layers" + (" in place of Transformer Engine's" if _has_other_layers(rehearsal) else "")
+    return layers + (" and FP8 off" if rehearsal.has_fp8 else "")
 
 
 def _stage_lines(rehearsal: Rehearsal, stage: int) -> Iterator[str]:
@@ -70,7 +79,8 @@ def _stage_lines(rehearsal: Rehearsal, stage: int) -> Iterator[str]:
 def _activations(rehearsal: Rehearsal, stage: int, found: float) -> str:
     """Plans are of Transformer Engine's layers, or of local layers on a CPU, whose attention computes in float32."""
     planned = _planned_activations(rehearsal, stage)
-    if layer_kind(rehearsal.as_given) == "local" and rehearsal.config.model.dtype == "fp32":
+    has_planned = layer_kind(rehearsal.config) != "local" or rehearsal.config.model.dtype == "fp32"
+    if has_planned and not _has_other_layers(rehearsal):
         return f"  {_beside('activations', found / GIB, planned / GIB, 'GiB')}"
     return f"  activations: {found / GIB:,.3f} GiB with local layers" + (
         f"; planned with Transformer Engine's {planned / GIB:,.3f} GiB" if _has_other_layers(rehearsal) else ""
@@ -84,8 +94,8 @@ def _planned_activations(rehearsal: Rehearsal, stage: int) -> float:
 
 
 def _has_other_layers(rehearsal: Rehearsal) -> bool:
-    """Whether the run will have Transformer Engine's layers."""
-    return layer_kind(rehearsal.as_given) != "local"
+    """Whether the run will have Transformer Engine's layers and was rehearsed with local ones."""
+    return layer_kind(rehearsal.as_given) != layer_kind(rehearsal.config)
 
 
 def _verdict(rehearsal: Rehearsal) -> str:
@@ -132,7 +142,7 @@ def traffic(rehearsal: Rehearsal) -> dict[str, tuple[float, float]]:
     workload = rehearsal.workload
     planned = {
         traffic.name: traffic.num_bytes
-        for traffic in step_traffic(workload, "local", num_parameters(workload.placement.arch))
+        for traffic in step_traffic(workload, layer_kind(rehearsal.config), num_parameters(workload.placement.arch))
     }
     by_rank = [_sent(played) for played in rehearsal.played.values()]
     return {

@@ -29,10 +29,11 @@ from dapo_mega.rehearsal.together import together
 @dataclass(frozen=True)
 class Rehearsal:
     """What the rehearsed ranks did. `workload` is the step that was rehearsed, a part of the run's; `available_bytes`
-    of a GPU may be used."""
+    of a GPU may be used; `layers` are those that the run asks for, and `has_fp8` whether it asks for FP8."""
 
     config: RunConfig
     layers: Literal["auto", "local", "transformer_engine"]
+    has_fp8: bool
     available_bytes: float
     workload: Workload
     roles: Roles
@@ -67,8 +68,8 @@ def rehearse_run(config: RunConfig, world_size: int, available_bytes: float) -> 
         return rehearse(config, world, taken, all_are_here=len(roles.rehearsed) == world_size)
 
     with tempfile.TemporaryDirectory() as folder, without_values(small, Path(folder)) as prepared:
-        layers = config.model.layer_implementation
-        return Rehearsal(small, layers, available_bytes, workload, roles, together(roles, partial(play, prepared)))
+        asked = config.model.layer_implementation, config.compute.fp8.enabled
+        return Rehearsal(small, *asked, available_bytes, workload, roles, together(roles, partial(play, prepared)))
 
 
 def longest_workload(config: RunConfig, arch: Architecture, world_size: int) -> Workload:
