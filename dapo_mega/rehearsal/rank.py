@@ -160,7 +160,8 @@ def play_step(
     with phase("update"):
         trainer.update(0.0)
     with phase("weights"):
-        for bucket in trainer.policy.weights(config.weight_sync.bucket_bytes):
+        source = trainer.policy.selected("adapters" if config.sends_adapters else "merged")
+        for bucket in source.weights(config.weight_sync.bucket_bytes):
             for _ in bucket.tensors or ():
                 pass
     with phase("save"):

@@ -55,7 +55,6 @@ def rehearse_run(config: RunConfig, world_size: int, available_bytes: float) -> 
     arch, notes = find_architecture(config)
     if arch is None:
         raise InputError("; ".join(notes))
-    _check(config, arch)
     small = rehearsed_part(config, world_size)
     workload = longest_workload(small, arch, world_size)
     samples = synthetic_samples(workload)
@@ -76,16 +75,6 @@ def longest_workload(config: RunConfig, arch: Architecture, world_size: int) -> 
     """The run's step if all samples have the longest prompt and response."""
     placement = RankLayout(arch, config.parallel, world_size)
     return Workload(config, placement, config.data.max_prompt_tokens, config.rollout.max_response_tokens)
-
-
-def _check(config: RunConfig, arch: Architecture) -> None:
-    reason = ""
-    if arch.gated_delta or arch.latent_attention:
-        reason = f"gated delta layers and latent attention ({arch.model_type})"
-    elif config.lora or config.critic_lora:
-        reason = "LoRA"
-    if reason:
-        raise InputError(f"{reason} cannot be rehearsed yet; dapo-mega plan and a run of one step on GPUs say more")
 
 
 def has_emulated_gpu() -> bool:

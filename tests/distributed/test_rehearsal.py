@@ -22,7 +22,7 @@ from dapo_mega.rehearsal.rank import TrainerAlone, play_step, synthetic_samples
 from dapo_mega.rehearsal.run import longest_workload, rehearse_run, rehearsed_part
 
 from .launching import REPOSITORY, run_distributed
-from .tiny import make_model, make_moe_model, make_qwen3_model
+from .tiny import make_deepseek_v2_model, make_model, make_moe_model, make_qwen3_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -54,6 +54,9 @@ CASES = {
     "tp2_pp2_without_overlap": {"parallel": {**TP2, "pipeline": 2}, "without_overlap": True},
     "tp2_recomputed": {"parallel": TP2, "compute.recompute": "full"},
     **{name: {"parallel": parallel, "has_experts": True} for name, parallel in SPREAD.items()},
+    "tp2_pp2_lora_sent": {"parallel": {**TP2, "pipeline": 2}, "lora": {"rank": 4, "send": "adapters"}},
+    "ep2_lora": {"parallel": {"expert": 2}, "lora": {"rank": 4}, "has_experts": True},
+    "tp2_ep2_latent": {"parallel": {**TP2, "expert": 2}, "kind": "latent"},
     "tp2_pp2_with_kl": {
         "parallel": {**TP2, "pipeline": 2},
         "algorithm.kl.coefficient": 0.1,
@@ -142,17 +145,18 @@ class Counting(TorchDispatchMode):
 
 
 def config_of(case, models, world_size):
-    has_experts = case.get("has_experts", False)
+    has_experts = case.get("kind", case.get("has_experts", False))
     overrides = {
         "model.path": models[has_experts],
         "output_dir": models[has_experts] + "-run",
-        "rollout.routing_replay": has_experts,
+        "rollout.routing_replay": bool(has_experts),
         "model.dtype": case.get("dtype", "fp32"),
         "data.max_prompt_tokens": 16,
         "rollout.max_response_tokens": 48,
         "reward.overlong_cache_tokens": 8,
         "batch.tokens_per_microbatch": 64,
         "parallel": {"world_size": world_size, **ONE, **case["parallel"]},
+        **({"lora": case["lora"]} if "lora" in case else {}),
         **({} if case.get("without_overlap") else OVERLAPS),
         **{key: value for key, value in case.items() if "." in key},
     }
@@ -222,7 +226,8 @@ def models(tmp_path_factory):
     """By whether they have experts."""
     folder = tmp_path_factory.mktemp("models")
     dense, experts = make_model(folder / "dense", tied=False), make_moe_model(folder / "experts")
-    return {False: str(dense), True: str(experts)}
+    latent = make_deepseek_v2_model(folder / "latent")
+    return {False: str(dense), True: str(experts), "latent": str(latent)}
 
 
 @pytest.fixture(scope="module")
