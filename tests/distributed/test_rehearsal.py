@@ -22,7 +22,7 @@ from dapo_mega.rehearsal.rank import TrainerAlone, play_step, synthetic_samples
 from dapo_mega.rehearsal.run import longest_workload, rehearse_run, rehearsed_part
 
 from .launching import REPOSITORY, run_distributed
-from .tiny import make_deepseek_v2_model, make_model, make_moe_model, make_qwen3_model
+from .tiny import has_delta, make_deepseek_v2_model, make_model, make_moe_model, make_qwen3_5_model, make_qwen3_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -57,6 +57,7 @@ CASES = {
     "tp2_pp2_lora_sent": {"parallel": {**TP2, "pipeline": 2}, "lora": {"rank": 4, "send": "adapters"}},
     "ep2_lora": {"parallel": {"expert": 2}, "lora": {"rank": 4}, "has_experts": True},
     "tp2_ep2_latent": {"parallel": {**TP2, "expert": 2}, "kind": "latent"},
+    **({"tp2_delta": {"parallel": TP2, "kind": "delta"}} if has_delta() else {}),
     "tp2_pp2_with_kl": {
         "parallel": {**TP2, "pipeline": 2},
         "algorithm.kl.coefficient": 0.1,
@@ -149,7 +150,7 @@ def config_of(case, models, world_size):
     overrides = {
         "model.path": models[has_experts],
         "output_dir": models[has_experts] + "-run",
-        "rollout.routing_replay": bool(has_experts),
+        "rollout.routing_replay": has_experts in (True, "latent"),
         "model.dtype": case.get("dtype", "fp32"),
         "data.max_prompt_tokens": 16,
         "rollout.max_response_tokens": 48,
@@ -226,8 +227,10 @@ def models(tmp_path_factory):
     """By whether they have experts."""
     folder = tmp_path_factory.mktemp("models")
     dense, experts = make_model(folder / "dense", tied=False), make_moe_model(folder / "experts")
-    latent = make_deepseek_v2_model(folder / "latent")
-    return {False: str(dense), True: str(experts), "latent": str(latent)}
+    found = {False: dense, True: experts, "latent": make_deepseek_v2_model(folder / "latent")}
+    if has_delta():
+        found["delta"] = make_qwen3_5_model(folder / "delta")
+    return {kind: str(path) for kind, path in found.items()}
 
 
 @pytest.fixture(scope="module")
