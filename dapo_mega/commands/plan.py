@@ -42,7 +42,7 @@ from dapo_mega.simulation.schedules import Assumed, simulated_lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = _parser().parse_intermixed_args(argv)
+    options = parser().parse_intermixed_args(argv)
     config = given = load_config(RunConfig, options.config, options.overrides)
     if options.gpus is not None:
         # The file's own number would refuse another one.
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arch, notes = find_architecture(config)
     if arch is None:
         raise InputError("; ".join(notes))
-    assumptions, measured = _assumptions(options, config), None
+    assumptions, measured = assumptions_of(options, config), None
     if options.calibrate:
         measured = calibrate(options.calibrate, arch, assumptions, _gpus_of(options.calibrate))
         # The measured mean length unless another was given or the plan's responses are shorter.
@@ -149,11 +149,11 @@ def _assumed(options: argparse.Namespace, measured: MeasuredRun | None) -> Assum
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         description="Estimate memory, communication and time of a configuration's layout, without a GPU."
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("config", type=Path, help="YAML file of a run")
     add("overrides", nargs="*", metavar="section.key=value", help="overrides of the file")
     add("--propose", action="store_true", help="list layouts that fit instead, fastest first")
@@ -206,10 +206,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, kind, default, text in numbers:
         add(name, type=kind, default=default, help=f"{text}" + (f" ({default:g})" if default else ""))
-    return parser
+    return made
 
 
-def _assumptions(options: argparse.Namespace, config: RunConfig) -> Assumptions:
+def assumptions_of(options: argparse.Namespace, config: RunConfig) -> Assumptions:
+    """What the options of `parser` say. Raises InputError for what contradicts itself or the configuration."""
     for name, value in vars(options).items():
         if isinstance(value, float | int) and not isinstance(value, bool) and not value > 0:
             raise InputError(f"--{name.replace('_', '-')}={value:g} must be larger than 0")

@@ -12,6 +12,7 @@ shapes of its tensors are checked.
 import argparse
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from dapo_mega.cli import print_once, quiet_libraries
@@ -35,16 +36,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = config.model_copy(update={"parallel": parallel})
     quiet_libraries()
     warnings.simplefilter("ignore")
-    from dapo_mega.planning.memory import GIB
+    from dapo_mega.commands.plan import assumptions_of
+    from dapo_mega.commands.plan import parser as plan_parser
+    from dapo_mega.planning.estimate import estimate
     from dapo_mega.planning.plan import describe_run
+    from dapo_mega.planning.report import time_lines
     from dapo_mega.rehearsal.report import report
     from dapo_mega.rehearsal.run import rehearse_run
 
     for line in describe_run(config, world_size):
         print_once(line)
-    available = (options.gpu_memory_gib - options.reserve_gib) * GIB
+    given = f"{options.config} --gpu-memory-gib {options.gpu_memory_gib} --reserve-gib {options.reserve_gib}"
+    assumptions = assumptions_of(plan_parser().parse_args(given.split()), config)
+    available = assumptions.machine.memory_bytes - assumptions.reserved_bytes
     rehearsal = rehearse_run(config, world_size, available)
-    for line in report(rehearsal):
+    planned = estimate(config, rehearsal.workload.placement, assumptions)
+    for line in chain(report(rehearsal), time_lines(planned)):
         print_once(line)
     if found := rehearsal.disagreements():
         raise InputError("the run's ranks do not meet: " + "; ".join(found))

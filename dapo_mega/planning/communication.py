@@ -92,14 +92,14 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     hidden = tokens * arch.hidden_size * element
     ring = (parallel.tensor - 1) / parallel.tensor
     # An all-reduce, or a gathering and a scattering, around attention and MLP or shared expert; sequence parallelism
-    # gathers the inputs once more for the weights' gradients.
+    # gathers the inputs once more for the gradients of weights that learn.
     experts = arch.experts
     with_experts = max(sum(map(arch.has_experts, layers)) for layers in placement.stage_layers)
     has_shared = experts is not None and experts.shared_ffn_hidden_size is not None
     blocks = 2 * layers - (0 if has_shared else with_experts)
     num_reductions = passes * blocks + _at_ends(parallel, forward, epochs)
     tensor = num_reductions * 2 * hidden * ring
-    if parallel.sequence:
+    if parallel.sequence and not config.lora:
         tensor += backward * blocks * hidden * ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.
     gathers = passes * layers * placement.gathers_projection

@@ -153,10 +153,11 @@ def activation_parts(workload: Workload, placement: RankLayout, stage: int) -> t
     config = workload.config
     model = ActivationModel(placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config))
     kept, handed = peak_activations(model, stage, workload.micro_batches(workload.longest))
-    return kept, handed, working_set(model, stage)
+    lora = config.critic_lora if placement.arch.has_value_head else config.lora
+    return kept, handed, working_set(model, stage, learns_output=not lora)
 
 
-def working_set(model: ActivationModel, stage: int) -> float:
+def working_set(model: ActivationModel, stage: int, *, learns_output: bool) -> float:
     """Bytes of temporary tensors besides the activations: the output layer's, or one layer's gradients."""
     layer = _layer_gradients(model)
     if stage != model.placement.parallel.pipeline - 1:
@@ -164,10 +165,13 @@ def working_set(model: ActivationModel, stage: int) -> float:
     if model.placement.arch.has_value_head:
         # The gradient of the head's input in float32 and in the model's type.
         return max(layer, model.shared_tokens * model.placement.arch.hidden_size * (4 + model.element))
-    return max(layer, output_layer_bytes(model.placement, model.compute, model.element, model.shape.num_scored))
+    scored = model.shape.num_scored
+    return max(layer, output_layer_bytes(model.placement, model.compute, model.element, scored, learns_output))
 
 
-def output_layer_bytes(placement: RankLayout, compute: ComputeConfig, element: int, num_scored: int) -> float:
+def output_layer_bytes(
+    placement: RankLayout, compute: ComputeConfig, element: int, num_scored: int, learns: bool = True
+) -> float:
     """Working set of log-probs and entropies: one chunk of logits, the gradient of the hidden states, and what autograd
     is given as that of the weight, or (not fused) the gradient of all logits and a chunk of them in float32."""
     vocabulary, hidden = placement.vocabulary, placement.arch.hidden_size
@@ -175,7 +179,7 @@ def output_layer_bytes(placement: RankLayout, compute: ComputeConfig, element: i
     if not compute.fused_output_layer:
         return responses * vocabulary * element + min(UNFUSED_POSITIONS, responses) * vocabulary * (4 + element)
     positions = min(max(MIN_CHUNK_POSITIONS, CHUNK_BYTES // (4 * vocabulary)), MAX_CHUNK_POSITIONS, responses)
-    weight = (element + 4 * placement.arch.tied_embeddings) * vocabulary * hidden
+    weight = (element + 4 * placement.arch.tied_embeddings) * vocabulary * hidden * learns
     return positions * vocabulary * element + responses * hidden * element + weight
 
 

@@ -47,7 +47,7 @@ def report(plan: Estimate) -> Iterator[str]:
     yield from _engine_lines(plan)
     yield from _schedule_lines(plan)
     yield from _traffic_lines(plan)
-    yield from _time_lines(plan)
+    yield from time_lines(plan)
 
 
 def proposal_lines(
@@ -265,7 +265,8 @@ def _traffic_lines(plan: Estimate) -> Iterator[str]:
         yield "  none"
 
 
-def _time_lines(plan: Estimate) -> Iterator[str]:
+def time_lines(plan: Estimate) -> Iterator[str]:
+    """The lines on a step's time and the speeds that it assumes."""
     time = plan.time
     yield (
         f"step time without generation: {seconds(time.total)} s = {seconds(time.scoring)} scoring + "

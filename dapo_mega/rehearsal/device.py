@@ -8,13 +8,14 @@ ones. Routers choose all experts equally often.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from dapo_mega.rehearsal.places import place
 
+P = ParamSpec("P")
+T = TypeVar("T")
 DEVICE: Final = torch.device("meta")
 
 _LARGEST_KNOWN = 2**23
@@ -47,11 +50,13 @@ class PretendedDevice(TorchDispatchMode):
     `live` are the bytes of each kind of memory that is allocated under that name of `holding`; `peak` their sum at the
     most, `at_peak` the kinds and `where` the operation and the place in the code at that moment; `flops` counts
     multiplications and additions apart. With `keeps_large_here` nothing is counted, and large tensors that are made on
-    the host, or copied to it, are the device's, so that they take no memory.
+    the host, or copied to it, are the device's, so that they take no memory. Activations with rows of `num_logits` are
+    called logits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_logits: int | None = None) -> None:
         super().__init__()
+        self._num_logits = num_logits
         self.kind = "other"
         self.keeps_large_here = False
         self.live: Counter[str] = Counter()
@@ -77,6 +82,16 @@ class PretendedDevice(TorchDispatchMode):
         finally:
             self.kind = before
 
+    def holds(self, kind: str, function: Callable[P, T]) -> Callable[P, T]:
+        """The function, what it allocates being of this kind."""
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self.holding(kind):
+                return function(*args, **kwargs)
+
+        return call
+
     def call_it(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """These tensors' memory is of this kind."""
         for tensor in tensors:
@@ -99,8 +114,10 @@ class PretendedDevice(TorchDispatchMode):
                 self.live[kind] += size - known
                 self._total += size - known
         else:
-            self._kinds[key] = (self.kind, size)
-            self.live[self.kind] += size
+            is_logits = self.kind == "activations" and tensor.dim() and tensor.shape[-1] == self._num_logits
+            kind = "logits" if is_logits else self.kind
+            self._kinds[key] = (kind, size)
+            self.live[kind] += size
             self._total += size
             weakref.finalize(storage, self._release, key)
         self._note_peak(str(func))

@@ -33,6 +33,7 @@ from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models import Architecture, ModelFamily, stored_model
 from dapo_mega.models.hf_checkpoint import TensorSource, TensorSpec, all_tensors
 from dapo_mega.models.hf_shapes import hf_shape
+from dapo_mega.planning.plan import find_architecture
 from dapo_mega.planning.workload import Workload
 from dapo_mega.rehearsal.communication import Event, World
 from dapo_mega.rehearsal.device import DEVICE, PretendedDevice, attention, even_choice
@@ -91,6 +92,10 @@ class Played:
     always: Mapping[str, int]
     num_micro_batches: int
 
+    @property
+    def most(self) -> Peak:
+        return max(self.peaks.values(), key=lambda peak: peak.num_bytes)
+
 
 def rehearse(config: RunConfig, world: World, samples: FlatSamples | None, *, all_are_here: bool) -> Played:
     """One step of the run as this rank: build, take samples (of rank 0), score, update, gather weights, and save up to
@@ -102,9 +107,12 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None, *, al
     if not all_are_here:
         checkpoint_files.dist_checkpointing.state_dict_utils.validate_sharding_integrity = lambda *_, **__: None
         check = default_planner._validate_global_plan
-        default_planner._validate_global_plan = lambda _, all_: check([], replace(all_, state_dict_metadata={}))
+        default_planner._validate_global_plan = lambda global_plan, metadata: check(
+            [], replace(metadata, state_dict_metadata={})
+        )
     trainer = TrainerAlone(config, start_processes(config.parallel, config.seed))
-    device = PretendedDevice()
+    arch, tensor = find_architecture(config)[0], config.parallel.tensor
+    device = PretendedDevice(arch.padded_vocab_size(tensor) // tensor if arch else None)
     peaks: dict[str, Peak] = {}
     flops: dict[str, int] = {}
 
@@ -126,6 +134,7 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None, *, al
         for model in models:
             device.call_it("gradients", gradient_buffers(model.chunks))
             device.call_it("optimizer", _own_state(model))
+            model.optimizer.step = device.holds("optimizer", model.optimizer.step)
         play_step(trainer, config, samples, phase)
         for model in models:
             device.call_it("optimizer", _own_state(model))

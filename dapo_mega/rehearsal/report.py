@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dapo_mega.planning.communication import step_traffic
 from dapo_mega.planning.memory import ASLEEP_BYTES, GIB, activation_parts, layer_kind
-from dapo_mega.planning.parameters import num_parameters, stage_bytes
+from dapo_mega.planning.parameters import ParameterBytes, adapter_numels, num_parameters, stage_bytes
 from dapo_mega.planning.step_time import layer_flops, recomputed_share
 from dapo_mega.rehearsal.communication import Event
 from dapo_mega.rehearsal.rank import Played
@@ -39,9 +39,9 @@ def report(rehearsal: Rehearsal) -> Iterator[str]:
     first = next(iter(played.values()))
     yield (
         f"rehearsed: scoring, two updates of {first.num_micro_batches} micro-batches of "
-        f"{workload.full_micro_batch().num_tokens} tokens, and gathering weights for engines, by {len(played)} of "
-        f"{roles.world_size} ranks, which stand for "
-        f"all, with {_layers(rehearsal)}"
+        f"{workload.full_micro_batch().num_tokens} tokens, gathering weights for engines and saving a checkpoint up "
+        f"to the writing of files, by {len(played)} of {roles.world_size} ranks, which stand for all, with "
+        f"{_layers(rehearsal)}"
     )
     for stage in range(workload.placement.parallel.pipeline):
         yield from _stage_lines(rehearsal, stage)
@@ -59,21 +59,42 @@ def _layers(rehearsal: Rehearsal) -> str:
 
 
 def _stage_lines(rehearsal: Rehearsal, stage: int) -> Iterator[str]:
-    workload, config = rehearsal.workload, rehearsal.config
-    of_stage = {rank: p for rank, p in rehearsal.played.items() if rehearsal.roles.place(rank)[3] == stage}
-    rank, played = max(of_stage.items(), key=lambda pair: max(peak.num_bytes for peak in pair[1].peaks.values()))
-    phase, peak = max(played.peaks.items(), key=lambda pair: pair[1].num_bytes)
-    yield (
-        f"stage {stage}: at most {peak.num_bytes / GIB:.2f} GiB, of {rehearsal.roles.describe(rank)}, in the phase "
-        f"{phase!r} in {peak.operation} at {peak.place}"
-    )
-    held = stage_bytes(workload.placement, stage, config.model, config.compute)
-    planned = (held.parameters, held.gradients, held.optimizer)
-    for (name, found), size in zip(played.always.items(), planned, strict=True):
-        yield f"  {_beside(name, found / GIB, size / GIB, 'GiB')}"
+    """The stage's ranks, those that do the same once, and the plan beside the one that holds the most."""
+    roles: dict[str, list[int]] = defaultdict(list)
+    of_stage = [rank for rank in rehearsal.played if rehearsal.roles.place(rank)[3] == stage]
+    for rank in sorted(of_stage, key=lambda rank: (-round(rehearsal.played[rank].most.num_bytes / GIB, 2), rank)):
+        roles[_held(rehearsal.played[rank])].append(rank)
+    for held, ranks in roles.items():
+        alike = f", and so rank {', '.join(map(str, ranks[1:]))}" * (len(ranks) > 1)
+        yield f"stage {stage}, {rehearsal.roles.describe(ranks[0])}{alike}: {held}"
+    played = rehearsal.played[next(iter(roles.values()))[0]]
+    planned = planned_always(rehearsal, stage)
+    for name, found in played.always.items():
+        yield f"  {_beside(name, found / GIB, planned[name] / GIB, 'GiB')}"
     yield _activations(rehearsal, stage, played.peaks["update"].num_bytes - sum(played.always.values()))
     for name, flops in planned_flops(rehearsal, stage).items():
         yield f"  {_beside(f'{name}: operations', played.flops[name] / 1e12, flops / 1e12, 'TFLOP')}"
+
+
+def _held(played: Played) -> str:
+    """What a rank held at its peak, and where that was."""
+    peak = played.most
+    phase = next(name for name, of_phase in played.peaks.items() if of_phase is peak)
+    kinds = ", ".join(f"{kind} {size / GIB:,.2f}" for kind, size in peak.kinds.items() if size)
+    return (
+        f"at most {peak.num_bytes / GIB:.2f} GiB ({kinds}), in the phase {phase!r} in {peak.operation} at {peak.place}"
+    )
+
+
+def planned_always(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
+    """Bytes of a rank of a stage, by what they are: of the policy, its reference and the critic."""
+    config, placement = rehearsal.config, rehearsal.workload.placement
+    held = stage_bytes(placement, stage, config.model, config.compute, config.lora)
+    copies = 2 if config.algorithm.uses_reference and not config.lora else 1
+    all_ = held + ParameterBytes((copies - 1) * held.parameters, 0, 0)
+    if config.uses_critic:
+        all_ += stage_bytes(placement.of_critic, stage, config.model, config.compute, config.critic_lora)
+    return {"parameters": all_.parameters, "gradients": all_.gradients, "optimizer": all_.optimizer}
 
 
 def _activations(rehearsal: Rehearsal, stage: int, found: float) -> str:
@@ -103,7 +124,7 @@ def _verdict(rehearsal: Rehearsal) -> str:
     placement = rehearsal.config.rollout.placement
     available = rehearsal.available_bytes - ASLEEP_BYTES * (placement == "colocated")
     beside = {"colocated": ", beside an engine asleep", "embedded": ", the embedded engine left out"}.get(placement, "")
-    most = local = max(float(peak.num_bytes) for played in rehearsal.played.values() for peak in played.peaks.values())
+    most = local = max(float(played.most.num_bytes) for played in rehearsal.played.values())
     if _has_other_layers(rehearsal):
         most = max(
             sum(played.always.values()) + _planned_activations(rehearsal, rehearsal.roles.place(rank)[3])
@@ -126,15 +147,19 @@ def planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
     workload, placement = rehearsal.workload, rehearsal.workload.placement
     sharing = placement.parallel.tensor * placement.parallel.context * placement.data_size
     tokens = workload.responses_per_step * workload.longest / sharing
-    layers = tokens * sum(layer_flops(placement, workload.longest)) * len(placement.stage_layers[stage])
+    chunks = len(placement.stage_layers[stage])
+    linear, attention = (tokens * chunks * flops for flops in layer_flops(placement, workload.longest))
     scored = workload.responses_per_step * workload.mean_response / sharing
     is_last = stage == placement.parallel.pipeline - 1
     head = is_last * scored * 2.0 * placement.arch.vocab_size * placement.arch.hidden_size
-    passes = 3 + recomputed_share(workload)
-    return {
-        "score": layers + head,
-        "update": passes * layers + (3 + rehearsal.config.compute.fused_output_layer) * head,
-    }
+    layers, of_update = linear + attention, (3 + recomputed_share(workload)) * (linear + attention)
+    head_passes = 3.0 + rehearsal.config.compute.fused_output_layer
+    if lora := rehearsal.config.lora:  # Frozen weights have no gradients; factors are not shared out as tokens are.
+        factors = sum(sum(map(sum, adapter_numels(placement, chunk, lora))) for chunk in placement.chunks(stage))
+        adapters = 2.0 * factors * tokens * placement.parallel.tensor
+        layers, of_update = layers + adapters, of_update - linear + 3 * adapters
+        head_passes -= 1
+    return {"score": layers + head, "update": of_update + head_passes * head}
 
 
 def traffic(rehearsal: Rehearsal) -> dict[str, tuple[float, float]]:

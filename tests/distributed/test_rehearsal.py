@@ -96,7 +96,11 @@ class Recording(TorchDispatchMode):
             schema = [argument.name for argument in func._schema.arguments]
             given = dict(zip(schema, args, strict=False)) | (kwargs or {})
             ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
-            keys = ("output_tensors",) if name == "scatter_" else ("input_tensors", "input_tensor", "tensors", "inputs", "tensor", "input")
+            keys = (
+                ("output_tensors",)
+                if name == "scatter_"
+                else ("input_tensors", "input_tensor", "tensors", "inputs", "tensor", "input")
+            )
             tensors = tree_leaves(next(given[key] for key in keys if key in given))
             if name == "alltoall_base_":
                 tensors = tensors[0].split(given["input_split_sizes"] or len(tensors[0]) // len(ranks))
