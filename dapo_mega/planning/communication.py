@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, replace
 
 from dapo_mega.config import ParallelConfig
+from dapo_mega.models import Architecture
 from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.parameters import DTYPE_BYTES, ParameterBytes, num_trained_parameters, stage_buffers
 from dapo_mega.planning.rank_layout import RankLayout
@@ -99,8 +100,14 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     blocks = 2 * layers - (0 if has_shared else with_experts)
     num_reductions = passes * blocks + _at_ends(parallel, forward, epochs)
     tensor = num_reductions * 2 * hidden * ring
+    # Of latent attention the latent vectors are gathered in place of the hidden states, and scattered backwards.
+    latents, repeated = _attention_inputs(arch)
+    tensor += (passes if parallel.sequence else 2 * backward) * layers * (latents - 1) * hidden * ring
     if parallel.sequence and not config.lora:
-        tensor += backward * blocks * hidden * ring
+        tensor += backward * (blocks + layers * (repeated - 1)) * hidden * ring
+        if arch.latent_attention:  # Each process has gradients of its own tokens of the products that make them.
+            weights = latents - (arch.latent_attention.query_rank is None)
+            tensor += config.batch.updates_per_step * layers * weights * arch.hidden_size**2 * 4 * 2 * ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.
     gathers = passes * layers * placement.gathers_projection
     projection = gathers * tokens * placement.projected_heads * arch.head_dim * element * ring
@@ -134,6 +141,17 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
         replace(traffic, num_calls=number * num_micro_batches)
         for traffic, number in zip(everything, calls, strict=True)
     ]
+
+
+def _attention_inputs(arch: Architecture) -> tuple[float, float]:
+    """What tensor-parallel processes gather of a token for attention, and once more for the gradients of weights that
+    learn, in hidden states."""
+    latent = arch.latent_attention
+    if latent is None:
+        return 1.0, 1.0
+    query = 1.0 if latent.query_rank is None else latent.query_rank / arch.hidden_size
+    keys = latent.key_value_rank / arch.hidden_size
+    return query + keys + latent.rotated_head_dim / arch.hidden_size, query + keys
 
 
 def _at_ends(parallel: ParallelConfig, forward: float, backward: float) -> float:

@@ -254,24 +254,25 @@ def _like(tensor: Tensor, moved: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def without_values(config: RunConfig, folder: Path) -> Iterator[RunConfig]:
-    """The configuration with a model whose tensors have no values."""
-    path = Path(config.model.path)
-    is_here = path.is_dir()
+    """The configuration with models whose tensors have no values; a critic that is not here is made from the policy."""
     config = config.model_copy(update={"output_dir": str(folder)})
-    if not is_here:
+    if not Path(config.model.path).is_dir():
         assert config.model.architecture
         (folder / "config.json").write_text(Path(config.model.architecture).read_text())
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-    original = stored_model.open_source
+    if config.critic.path and not Path(config.critic.path).is_dir():
+        config = config.model_copy(update={"critic": config.critic.model_copy(update={"path": None})})
+    original, head_of = stored_model.open_source, stored_model.stored_value_head
 
     def open_source(path: Path, family: ModelFamily, arch: Architecture) -> WithoutValues:
-        return WithoutValues(path, family, arch, original(path, family, arch) if is_here else None)
+        return WithoutValues(path, family, arch, None if path == folder else original(path, family, arch))
 
     stored_model.open_source = open_source  # type: ignore[assignment]
+    stored_model.stored_value_head = lambda path: frozenset() if path == folder else head_of(path)
     try:
         yield config
     finally:
-        stored_model.open_source = original
+        stored_model.open_source, stored_model.stored_value_head = original, head_of
 
 
 def synthetic_samples(workload: Workload) -> FlatSamples:

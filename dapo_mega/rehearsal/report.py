@@ -159,7 +159,12 @@ def planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
         adapters = 2.0 * factors * tokens * placement.parallel.tensor
         layers, of_update = layers + adapters, of_update - linear + 3 * adapters
         head_passes -= 1
-    return {"score": layers + head, "update": of_update + head_passes * head}
+    score, update = layers + head, of_update + head_passes * head
+    if rehearsal.config.algorithm.uses_reference:
+        score *= 2
+    if rehearsal.config.uses_critic:  # Its layers are the policy's, and its head is small.
+        score, update = score + layers, update + of_update
+    return {"score": score, "update": update}
 
 
 def traffic(rehearsal: Rehearsal) -> dict[str, tuple[float, float]]:

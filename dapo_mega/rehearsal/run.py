@@ -46,8 +46,14 @@ class Rehearsal:
         return self.config.model_copy(update={"model": model})
 
     def disagreements(self) -> list[str]:
-        """See `agreement.disagreements`."""
-        return disagreements(self.roles, {rank: played.events for rank, played in self.played.items()})
+        """See `agreement.disagreements`; and ranks with other numbers of micro-batches."""
+        found = disagreements(self.roles, {rank: played.events for rank, played in self.played.items()})
+        (first, expected), *rest = sorted((rank, played.num_micro_batches) for rank, played in self.played.items())
+        for rank, number in rest:
+            if number != expected:
+                one, other = self.roles.describe(first), self.roles.describe(rank)
+                found.append(f"an update has {expected} micro-batches on {one}, and {number} on {other}")
+        return found
 
 
 def rehearse_run(config: RunConfig, world_size: int, available_bytes: float) -> Rehearsal:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dapo_mega.commands import rehearse
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import InputError
 from dapo_mega.rehearsal import report
 from dapo_mega.rehearsal.run import rehearse_run
+from dapo_mega.training.trainer import Trainer
+from tests.distributed.tiny import make_model
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +25,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(file for file in CONFIGS.glob("*.yaml") if "architecture:" in file.read_text())
 
 
-def shallow(file: Path, folder: Path, **changes: object) -> RunConfig:
+def shallow(file: Path, folder: Path, overrides: Sequence[str] = (), **changes: object) -> RunConfig:
     """The run with a model of as few layers as its pipeline takes, which needs no more than a config.json."""
     config = load_config(RunConfig, file, ["model.path=elsewhere"])
     sizes = json.loads(Path(str(config.model.architecture)).read_text())
@@ -27,12 +33,36 @@ def shallow(file: Path, folder: Path, **changes: object) -> RunConfig:
     (folder / "sizes.json").write_text(
         json.dumps({**sizes, "num_hidden_layers": depth, "max_window_layers": depth, **changes})
     )
-    return load_config(RunConfig, file, ["model.path=elsewhere", f"model.architecture={folder / 'sizes.json'}"])
+    return load_config(
+        RunConfig, file, ["model.path=elsewhere", f"model.architecture={folder / 'sizes.json'}", *overrides]
+    )
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_shipped_run_meets_and_is_what_was_planned(file, tmp_path):
-    config = shallow(file, tmp_path)
+ADAPTERS = ["lora={rank: 32}", "parallel.world_size=2"]
+CRITIC = ["algorithm.advantage=gae", "algorithm.kl.coefficient=0.1", "algorithm.kl.placement=reward"]
+LATENT = {
+    **{"model_type": "deepseek_v3", "n_routed_experts": 8, "moe_intermediate_size": 512, "first_k_dense_replace": 1},
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 192},
+    **{"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "num_key_value_heads": 28},
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "sizes"),
+    [
+        *(pytest.param(file, [], {}, id=file.stem) for file in FILES),
+        pytest.param(CONFIGS / "math-qwen2.5-7b-2nodes.yaml", ADAPTERS, {}, id="adapters"),
+        pytest.param(CONFIGS / "gsm8k-qwen2.5-0.5b-1gpu.yaml", CRITIC, {}, id="critic and reference"),
+        pytest.param(
+            CONFIGS / "math-qwen2.5-7b-2nodes.yaml",
+            ["parallel.world_size=2", "parallel.expert=2"],
+            LATENT,
+            id="latent attention",
+        ),
+    ],
+)
+def test_a_run_meets_and_is_what_was_planned(file, overrides, sizes, tmp_path):
+    config = shallow(file, tmp_path, overrides, **sizes)
     world_size = config.parallel.world_size or 1
     rehearsal = rehearse_run(config, world_size, 75 * 2**30)
     assert rehearsal.disagreements() == []
@@ -42,9 +72,11 @@ def test_a_shipped_run_meets_and_is_what_was_planned(file, tmp_path):
         # On the last stage context ranks have unequal parts of the prompts, not scored; the plan is their mean.
         is_even = stage < config.parallel.pipeline - 1 or config.parallel.context == 1
         for phase, flops in report.planned_flops(rehearsal, stage).items() if is_even else ():
-            assert played.flops[phase] == pytest.approx(flops, rel=0.0001)
+            assert played.flops[phase] == pytest.approx(flops, rel=0.005 if overrides else 0.0001)
+    # The frozen embedding of a model with adapters needs no gradient: one of few layers scatters one time less.
+    off = 0.02 if config.lora else 0.01
     for name, (found, planned) in report.traffic(rehearsal).items():
-        assert found == pytest.approx(planned, rel=0.01), name
+        assert found == pytest.approx(planned, rel=off), name
 
 
 def test_what_does_not_divide_or_fit_is_said_in_one_line(tmp_path, capsys):
@@ -56,3 +88,36 @@ def test_what_does_not_divide_or_fit_is_said_in_one_line(tmp_path, capsys):
     capsys.readouterr()
     rehearse.main([*given, "--gpu-memory-gib", "5.5"])
     assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["missing", "misshapen"])
+def test_what_is_wrong_with_a_checkpoint_is_found(change, tmp_path):
+    """By the names and shapes of its files, without reading a tensor."""
+    model, name = make_model(tmp_path / "model", tied=False), "model.layers.1.mlp.up_proj.weight"
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name] = tensors[name][:-2].clone()
+    if change == "missing":
+        del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    lengths = ["data.max_prompt_tokens=16", "rollout.max_response_tokens=48", "reward.overlong_cache_tokens=8"]
+    given = [f"model.path={model}", *lengths, "batch.tokens_per_microbatch=64", "parallel.world_size=1"]
+    config = load_config(RunConfig, CONFIGS / "gsm8k-qwen2.5-0.5b-1gpu.yaml", given)
+    with pytest.raises(InputError, match=name):
+        rehearse_run(config, 1, 75 * 2**30)
+
+
+def test_replicas_of_other_numbers_of_micro_batches_are_found(tmp_path, monkeypatch):
+    """Rank 1 leaves out the last one, as a fault in its share of the batch would."""
+    config = shallow(CONFIGS / "gsm8k-qwen2.5-0.5b-8gpu.yaml", tmp_path, ["parallel.world_size=2"])
+    take = Trainer._take
+
+    def takes_less(trainer, planned):
+        take(trainer, planned)
+        if trainer.processes.rank == 1:
+            batches = [mini_batch[:-1] for mini_batch in trainer._batch.mini_batches]
+            trainer._batch = replace(trainer._batch, mini_batches=batches)
+
+    monkeypatch.setattr(Trainer, "_take", takes_less)
+    (text,) = rehearse_run(config, 2, 75 * 2**30).disagreements()
+    assert re.search("2 micro-batches on rank 0 .*, and 1 on rank 1", text)
