@@ -3,13 +3,16 @@ ranks."""
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from dapo_mega.config import ParallelConfig
-from dapo_mega.models import Architecture
 from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.parameters import DTYPE_BYTES, ParameterBytes, num_trained_parameters, stage_buffers
 from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from dapo_mega.models import Architecture
 
 _WEIGHT_SYNC = "weight sync"
 
@@ -143,7 +146,7 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     ]
 
 
-def _attention_inputs(arch: Architecture) -> tuple[float, float]:
+def _attention_inputs(arch: "Architecture") -> tuple[float, float]:
     """What tensor-parallel processes gather of a token for attention, and once more for the gradients of weights that
     learn, in hidden states."""
     latent = arch.latent_attention

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from safetensors.torch import load_file, save_file
 
 from dapo_mega.commands import rehearse
@@ -121,3 +123,19 @@ def test_replicas_of_other_numbers_of_micro_batches_are_found(tmp_path, monkeypa
     monkeypatch.setattr(Trainer, "_take", takes_less)
     (text,) = rehearse_run(config, 2, 75 * 2**30).disagreements()
     assert re.search("2 micro-batches on rank 0 .*, and 1 on rank 1", text)
+
+
+def test_a_skipped_gradient_bucket_is_found(tmp_path, monkeypatch):
+    settings = ["parallel.world_size=2", "compute.overlap_grad_reduce=false", "compute.overlap_param_gather=false"]
+    config = shallow(CONFIGS / "gsm8k-qwen2.5-0.5b-8gpu.yaml", tmp_path, settings)
+    start, skipped = _ParamAndGradBucketGroup.start_grad_sync, []
+
+    def start_all_but_one(group, **settings):
+        if dist.get_rank() == 1 and not skipped:
+            skipped.append(group)
+        else:
+            start(group, **settings)
+
+    monkeypatch.setattr(_ParamAndGradBucketGroup, "start_grad_sync", start_all_but_one)
+    text = rehearse_run(config, 2, 75 * 2**30).disagreements()[0]
+    assert all(part in text for part in ("data parallel group", "rank 0", "calls reduce_scatter", "rank 1", "update"))
