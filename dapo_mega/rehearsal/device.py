@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ class PretendedDevice(TorchDispatchMode):
         self.flops = 0
         self._kinds: dict[int, tuple[str, int]] = {}
         self._kernels = 0
+        self._layouts: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
         self.forget_peak()
 
     # ---- memory ----
@@ -120,14 +121,14 @@ class PretendedDevice(TorchDispatchMode):
             self.live[kind] += size
             self._total += size
             weakref.finalize(storage, self._release, key)
-        self._note_peak(str(func))
+        self._note_peak(func)
 
-    def _note_peak(self, operation: str) -> None:
+    def _note_peak(self, operation: Any) -> None:
         if self._total > self.peak and not self._kernels:
             self.peak = self._total
             if self._total > _NOTED * self._noted:
                 self._noted, self.at_peak = self._total, dict(self.live)
-                self.where = (operation, place(sys._getframe(3)))
+                self.where = (str(operation), place(sys._getframe(3)))
 
     def _release(self, key: int) -> None:
         kind, size = self._kinds.pop(key)
@@ -191,7 +192,18 @@ class PretendedDevice(TorchDispatchMode):
             if (mask := known_of(args[1])) is None:
                 raise UnknownValues(func)
             return torch.empty(int(mask.sum()), dtype=args[0].dtype, device=DEVICE)
-        return func(*args, **kwargs)
+        # torch computes shapes of the device's tensors in Python, and layers repeat them.
+        if not (result_is := _result_of(func)):
+            return func(*args, **kwargs)
+        key = func, _described(args), _described(tuple(kwargs.items()))
+        if (layout := self._layouts.get(key)) is None:
+            result = func(*args, **kwargs)
+            if result.is_meta:
+                self._layouts[key] = result.shape, result.stride(), result.dtype
+            return result
+        if result_is == "changed":
+            return args[0]
+        return torch.empty_strided(layout[0], layout[1], dtype=layout[2], device=DEVICE)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if func in _ATTENTION:
@@ -210,8 +222,32 @@ _ATTENTION = {
 """The place of queries, keys and values among the arguments."""
 _OUT_OF_PLACE = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
 _SHAPED_BY_VALUES = {_aten.nonzero.default, _aten.repeat_interleave.Tensor, _aten._unique2.default}
+_CHANGE_LAYOUTS = {"resize_", "resize_as_", "set_", "as_strided_", "t_", "transpose_", "squeeze_", "unsqueeze_"}
 _FILLED = {_aten.zeros_like, _aten.ones_like, _aten.full_like}
 _WITHOUT_VALUES = {_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full, _aten.randn, _aten.rand}
+
+
+@functools.cache
+def _result_of(func: Any) -> Literal["", "new", "changed"]:
+    """Whether the operation returns one tensor with a storage of its own and changes none, or its first argument, whose
+    values alone it changes; "" for all others."""
+    schema, name = func._schema, func._overloadpacket.__name__
+    written = [part.name for part in schema.arguments if part.alias_info]
+    if [str(part.type) for part in schema.returns] != ["Tensor"] or not schema.arguments:
+        return ""
+    if not written and not schema.returns[0].alias_info:
+        return "new"
+    is_own = written == [schema.arguments[0].name] and name.endswith("_") and name not in _CHANGE_LAYOUTS
+    return "changed" if is_own else ""
+
+
+def _described(value: Any) -> Any:
+    """What the shape of an operation's result may depend on: of a tensor its own shape, strides and type."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return (type(value), value) if isinstance(value, float | bool) else value  # 1 is 1.0 and True as a key.
 
 
 def _makes_much(func: Any, args: Any) -> bool:
