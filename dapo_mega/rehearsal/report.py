@@ -168,7 +168,7 @@ def planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
 
 
 def traffic(rehearsal: Rehearsal) -> dict[str, tuple[float, float]]:
-    """What the busiest rehearsed rank sends in scoring and updates by what the planner calls it, and the plan."""
+    """Bytes that the busiest rehearsed rank sends in scoring and updates by what the planner calls it, and the plan."""
     workload = rehearsal.workload
     planned = {
         traffic.name: traffic.num_bytes
@@ -182,20 +182,34 @@ def traffic(rehearsal: Rehearsal) -> dict[str, tuple[float, float]]:
 
 
 def _traffic_lines(rehearsal: Rehearsal) -> Iterator[str]:
+    purposes = {name: purpose for purpose, (name, *_) in _TRAFFIC.items()}
     for name, (found, expected) in traffic(rehearsal).items():
         if expected or found:
-            yield f"sent by one rank, {name}: {_beside('bytes', found / GIB, expected / GIB, 'GiB')}"
+            calls = max(_calls(played, purposes[name]) for played in rehearsal.played.values())
+            sent = _beside("bytes", found / GIB, expected / GIB, "GiB")
+            yield f"sent by one rank, {name}: {sent}, {calls} calls"
     num_events = sum(len(played.events) for played in rehearsal.played.values())
     groups = {event.group for played in rehearsal.played.values() for event in played.events}
     yield f"communications: {num_events} of the rehearsed ranks, in {len(groups)} groups"
 
 
+def _of_step(played: Played) -> Iterator[Event]:
+    """A rank's communications of the device's tensors in scoring and updates."""
+    return (event for event in played.events if not event.is_host and event.phase in ("score", "update"))
+
+
+def _calls(played: Played, purpose: str) -> int:
+    """Collectives and sends of a rank in a kind of group."""
+    return sum(
+        event.group.purpose == purpose and event.operation not in ("receive", "wait") for event in _of_step(played)
+    )
+
+
 def _sent(played: Played) -> Mapping[str, float]:
-    """Bytes that a rank sends in each kind of group, of tensors of the device: rings in collectives."""
+    """Bytes that a rank sends in each kind of group: rings in collectives."""
     sent: dict[str, float] = defaultdict(float)
-    for event in played.events:
-        if not event.is_host and event.phase in ("score", "update"):
-            sent[event.group.purpose] += _bytes_sent(event)
+    for event in _of_step(played):
+        sent[event.group.purpose] += _bytes_sent(event)
     return sent
 
 

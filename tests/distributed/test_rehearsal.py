@@ -64,6 +64,35 @@ CASES = {
         "algorithm.kl.placement": "reward",
     },
 }
+# The rest of the parity table's kinds, and its largest world.
+WHOLE_TABLE = {
+    "pp2_embedding_alone": {"parallel": {"pipeline": 2, "pipeline_layout": [0, 4]}},
+    "vpp2x2_ends_alone": {"parallel": {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": [0, 3, 1, 0]}},
+    "tp2_unfused": {"parallel": TP2, "compute.fused_output_layer": False},
+    "tp2_selective": {
+        "parallel": TP2,
+        "compute.recompute": "selective",
+        "compute.recompute_modules": ["core_attn", "layernorm", "mlp"],
+    },
+    "ep2_auxiliary": {
+        "parallel": {"expert": 2},
+        "compute.moe": {"aux_loss_coefficient": 0.05, "z_loss_coefficient": 0.01},
+        "has_experts": True,
+    },
+    "vpp2x2_ep2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "has_experts": True},
+    "tp4_ep4": {"parallel": {"tensor": 4, "sequence": True, "expert": 4}, "has_experts": True},
+    "cp2_latent": {"parallel": {"context": 2}, "kind": "latent"},
+}
+OF_EIGHT = {
+    "tp2_pp2_dp2": {"parallel": {**TP2, "pipeline": 2}},
+    "tp2_vpp2x2_dp2_recomputed": {
+        "parallel": {**TP2, "pipeline": 2, "virtual_pipeline": 2},
+        "compute.recompute": "full",
+    },
+    "tp2_pp4_uneven": {"parallel": {**TP2, "pipeline": 4, "pipeline_layout": [0, 2, 1, 1]}},
+    "tp2_pp2_cp2": {"parallel": {**TP2, "pipeline": 2, "context": 2}},
+    "tp4_cp2": {"parallel": {"tensor": 4, "sequence": True, "context": 2}},
+}
 NAMES = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
@@ -171,6 +200,8 @@ def config_of(case, models, world_size):
 
 
 def _text(value):
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_text(part)}" for key, part in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -244,7 +275,19 @@ def real(models):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_communicate_as_real_ones_do(name, models, real):
-    rehearsal = rehearse_run(config_of(CASES[name], models, 4), 4, 80 * 2**30)
+    compare(CASES[name], name, models, real)
+
+
+@pytest.mark.whole_table
+@pytest.mark.parametrize(("size", "cases"), [(4, WHOLE_TABLE), (8, OF_EIGHT)], ids=["four", "eight"])
+def test_ranks_of_the_whole_table_communicate_as_real_ones_do(size, cases, models):
+    real = run_distributed(really, size, cases, models, timeout_s=600)
+    for name, case in cases.items():
+        compare(case, name, models, real)
+
+
+def compare(case, name, models, real):
+    rehearsal = rehearse_run(config_of(case, models, len(real)), len(real), 80 * 2**30)
     assert rehearsal.disagreements() == []
     for rank, played in rehearsal.played.items():
         events = [
