@@ -157,6 +157,7 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
     context = multiprocessing.get_context("fork")
     connections: dict[int, Connection] = {}
     processes: dict[int, multiprocessing.context.ForkProcess] = {}
+    gc.unfreeze()  # What is frozen is in no list of objects.
     gc.collect()
     # In no rehearsed rank may a group of this process end: its threads are not there. Megatron remembers some where
     # nothing else knows them, such as in the cache of a method.

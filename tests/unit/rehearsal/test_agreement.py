@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 
 import pytest
@@ -180,6 +181,7 @@ def test_what_the_original_process_remembers_is_not_freed():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         remembered(dist.group.WORLD)
         dist.destroy_process_group()
+        gc.freeze()
         assert together(PAIR, lambda rank, exchange: remembered(rank)) == {0: None, 1: None}
 
     process = multiprocessing.get_context("fork").Process(target=original)
