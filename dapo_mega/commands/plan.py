@@ -150,6 +150,7 @@ def _assumed(options: argparse.Namespace, measured: MeasuredRun | None) -> Assum
 
 
 def parser() -> argparse.ArgumentParser:
+    """The options of this command."""
     made = argparse.ArgumentParser(
         description="Estimate memory, communication and time of a configuration's layout, without a GPU."
     )

@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     for line in describe_run(config, world_size):
         print_once(line)
-    given = f"{options.config} --gpu-memory-gib {options.gpu_memory_gib} --reserve-gib {options.reserve_gib}"
-    assumptions = assumptions_of(plan_parser().parse_args(given.split()), config)
+    sizes = [f"--gpu-memory-gib={options.gpu_memory_gib}", f"--reserve-gib={options.reserve_gib}"]
+    assumptions = assumptions_of(plan_parser().parse_args([str(options.config), *sizes]), config)
     available = assumptions.machine.memory_bytes - assumptions.reserved_bytes
     rehearsal = rehearse_run(config, world_size, available)
     planned = estimate(config, rehearsal.workload.placement, assumptions)

@@ -54,9 +54,9 @@ class PretendedDevice(TorchDispatchMode):
     called logits.
     """
 
-    def __init__(self, num_logits: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._num_logits = num_logits
+        self.num_logits: int | None = None
         self.kind = "other"
         self.keeps_large_here = False
         self.live: Counter[str] = Counter()
@@ -115,7 +115,7 @@ class PretendedDevice(TorchDispatchMode):
                 self.live[kind] += size - known
                 self._total += size - known
         else:
-            is_logits = self.kind == "activations" and tensor.dim() and tensor.shape[-1] == self._num_logits
+            is_logits = self.kind == "activations" and tensor.dim() and tensor.shape[-1] == self.num_logits
             kind = "logits" if is_logits else self.kind
             self._kinds[key] = (kind, size)
             self.live[kind] += size

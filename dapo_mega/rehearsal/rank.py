@@ -33,7 +33,6 @@ from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models import Architecture, ModelFamily, stored_model
 from dapo_mega.models.hf_checkpoint import TensorSource, TensorSpec, all_tensors
 from dapo_mega.models.hf_shapes import hf_shape
-from dapo_mega.planning.plan import find_architecture
 from dapo_mega.planning.workload import Workload
 from dapo_mega.rehearsal.communication import Event, World
 from dapo_mega.rehearsal.device import DEVICE, PretendedDevice, attention, even_choice
@@ -111,8 +110,7 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None, *, al
             [], replace(metadata, state_dict_metadata={})
         )
     trainer = TrainerAlone(config, start_processes(config.parallel, config.seed))
-    arch, tensor = find_architecture(config)[0], config.parallel.tensor
-    device = PretendedDevice(arch.padded_vocab_size(tensor) // tensor if arch else None)
+    device = PretendedDevice()
     peaks: dict[str, Peak] = {}
     flops: dict[str, int] = {}
 
@@ -130,6 +128,8 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None, *, al
     with device, _parameters_are_there():
         with device.holding("parameters"):
             trainer.build(with_engines=False)
+        tensor = config.parallel.tensor
+        device.num_logits = trainer.policy.arch.padded_vocab_size(tensor) // tensor
         models = [model for model in (trainer.policy, trainer.critic) if model]
         for model in models:
             device.call_it("gradients", gradient_buffers(model.chunks))

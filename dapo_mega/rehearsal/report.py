@@ -55,7 +55,7 @@ def _layers(rehearsal: Rehearsal) -> str:
         layers = "Transformer Engine's layers"
     else:
         layers = "local layers" + (" in place of Transformer Engine's" if _has_other_layers(rehearsal) else "")
-    return layers + (" and FP8 off" if rehearsal.has_fp8 else "")
+    return layers + (" and FP8 off" if rehearsal.given.compute.fp8.enabled else "")
 
 
 def _stage_lines(rehearsal: Rehearsal, stage: int) -> Iterator[str]:
@@ -90,11 +90,11 @@ def planned_always(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
     """Bytes of a rank of a stage, by what they are: of the policy, its reference and the critic."""
     config, placement = rehearsal.config, rehearsal.workload.placement
     held = stage_bytes(placement, stage, config.model, config.compute, config.lora)
-    copies = 2 if config.algorithm.uses_reference and not config.lora else 1
-    all_ = held + ParameterBytes((copies - 1) * held.parameters, 0, 0)
+    if config.algorithm.uses_reference and not config.lora:
+        held += ParameterBytes(held.parameters, 0, 0)
     if config.uses_critic:
-        all_ += stage_bytes(placement.of_critic, stage, config.model, config.compute, config.critic_lora)
-    return {"parameters": all_.parameters, "gradients": all_.gradients, "optimizer": all_.optimizer}
+        held += stage_bytes(placement.of_critic, stage, config.model, config.compute, config.critic_lora)
+    return {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
 
 
 def _activations(rehearsal: Rehearsal, stage: int, found: float) -> str:
@@ -147,8 +147,8 @@ def planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
     workload, placement = rehearsal.workload, rehearsal.workload.placement
     sharing = placement.parallel.tensor * placement.parallel.context * placement.data_size
     tokens = workload.responses_per_step * workload.longest / sharing
-    chunks = len(placement.stage_layers[stage])
-    linear, attention = (tokens * chunks * flops for flops in layer_flops(placement, workload.longest))
+    num_layers = len(placement.stage_layers[stage])
+    linear, attention = (tokens * num_layers * flops for flops in layer_flops(placement, workload.longest))
     scored = workload.responses_per_step * workload.mean_response / sharing
     is_last = stage == placement.parallel.pipeline - 1
     head = is_last * scored * 2.0 * placement.arch.vocab_size * placement.arch.hidden_size

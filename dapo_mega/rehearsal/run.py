@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -29,11 +28,10 @@ from dapo_mega.rehearsal.together import together
 @dataclass(frozen=True)
 class Rehearsal:
     """What the rehearsed ranks did. `workload` is the step that was rehearsed, a part of the run's; `available_bytes`
-    of a GPU may be used; `layers` are those that the run asks for, and `has_fp8` whether it asks for FP8."""
+    of a GPU may be used; `given` is the whole run as it was asked for."""
 
     config: RunConfig
-    layers: Literal["auto", "local", "transformer_engine"]
-    has_fp8: bool
+    given: RunConfig
     available_bytes: float
     workload: Workload
     roles: Roles
@@ -42,7 +40,7 @@ class Rehearsal:
     @property
     def as_given(self) -> RunConfig:
         """The rehearsed step with the layers that the run asks for."""
-        model = self.config.model.model_copy(update={"layer_implementation": self.layers})
+        model = self.config.model.model_copy(update={"layer_implementation": self.given.model.layer_implementation})
         return self.config.model_copy(update={"model": model})
 
     def disagreements(self) -> list[str]:
@@ -73,8 +71,7 @@ def rehearse_run(config: RunConfig, world_size: int, available_bytes: float) -> 
         return rehearse(config, world, taken, all_are_here=len(roles.rehearsed) == world_size)
 
     with tempfile.TemporaryDirectory() as folder, without_values(small, Path(folder)) as prepared:
-        asked = config.model.layer_implementation, config.compute.fp8.enabled
-        return Rehearsal(small, *asked, available_bytes, workload, roles, together(roles, partial(play, prepared)))
+        return Rehearsal(small, config, available_bytes, workload, roles, together(roles, partial(play, prepared)))
 
 
 def longest_workload(config: RunConfig, arch: Architecture, world_size: int) -> Workload:

@@ -287,6 +287,7 @@ def test_ranks_of_the_whole_table_communicate_as_real_ones_do(size, cases, model
 
 
 def compare(case, name, models, real):
+    """The rehearsal of the case, after each rank's communications were seen to be those of the real process."""
     rehearsal = rehearse_run(config_of(case, models, len(real)), len(real), 80 * 2**30)
     assert rehearsal.disagreements() == []
     for rank, played in rehearsal.played.items():
@@ -299,6 +300,7 @@ def compare(case, name, models, real):
         assert mine == theirs, first_difference(mine, theirs)
         assert sent_to_experts(events) == pytest.approx(sent_to_experts(real[rank][name]), rel=0.03)
         assert len(events) > 20
+    return rehearsal
 
 
 def first_difference(mine, theirs):

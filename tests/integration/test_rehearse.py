@@ -84,7 +84,9 @@ def test_a_run_meets_and_is_what_was_planned(file, overrides, sizes, tmp_path):
 def test_what_does_not_divide_or_fit_is_said_in_one_line(tmp_path, capsys):
     file = CONFIGS / "gsm8k-qwen2.5-0.5b-1gpu.yaml"
     config = shallow(file, tmp_path)
-    given = [str(file), "model.path=elsewhere", f"model.architecture={config.model.architecture}"]
+    spaced = tmp_path / "a run.yaml"
+    spaced.write_text(file.read_text())
+    given = [str(spaced), "model.path=elsewhere", f"model.architecture={config.model.architecture}"]
     with pytest.raises(InputError, match="num_attention_heads=14"):
         rehearse.main([*given, "parallel.tensor=4", "parallel.world_size=4"])
     capsys.readouterr()

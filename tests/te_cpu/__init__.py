@@ -105,6 +105,8 @@ def _load() -> None:
         common: Any = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda framework: None
     spec.loader.exec_module(package)
+    utils: Any = importlib.import_module("transformer_engine.pytorch.utils")
+    utils._empty_tensor = utils._empty_tensor.__wrapped__  # It remembers the device, and a rehearsal has another one.
     distributed: Any = importlib.import_module("transformer_engine.pytorch.distributed")
     distributed._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

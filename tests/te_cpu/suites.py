@@ -13,7 +13,6 @@ has_sources = pytest.mark.skipif(
     reason=f"no Transformer Engine in {te_cpu.sources()}: run tools/install_te_sources.sh",
 )
 DEVICES = ("tests/te_cpu/emulated/test_devices.py", "tests/te_cpu/emulated/test_engines.py")
-REHEARSAL = "tests/te_cpu/emulated/test_rehearsal.py"
 
 
 def on_the_emulated_device(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import pytest
 from tests import te_cpu
 from tests.distributed.tiny import FAMILIES
 
-from .suites import DEVICES, REHEARSAL, has_sources, on_the_emulated_device
+from .suites import DEVICES, has_sources, on_the_emulated_device
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500), has_sources]
 
@@ -31,7 +31,7 @@ def test_what_needs_a_gpu_passes_on_the_emulated_one(pytestconfig):
     paths = [
         "tests/gpu/test_transformer_engine.py",
         "tests/te_cpu/emulated",
-        *(f"--ignore={file}" for file in (*DEVICES, REHEARSAL)),
+        *(f"--ignore={file}" for file in DEVICES),
     ]
     result = on_the_emulated_device(*paths, *([POLICY, DEEPSEEK, "--whole-table"] if whole else IN_GATE))
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
@@ -46,13 +46,6 @@ def test_what_needs_a_gpu_passes_on_the_emulated_one(pytestconfig):
     calls = re.search(r"calls of the emulated extension: (\d+)", result.stdout)
     assert calls
     assert int(calls[1]) > 0
-
-
-def test_a_run_is_rehearsed_on_the_emulated_device():
-    """In a process of its own: behind the others it fails."""
-    result = on_the_emulated_device(REHEARSAL)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
-    assert "1 passed" in result.stdout
 
 
 def test_the_first_hour_on_a_gpu_goes_through_on_the_emulated_one(tmp_path):
