@@ -4,10 +4,10 @@ python tools/benchmark.py fleet --requests 10000 --engines 64 512
 python tools/benchmark.py fleet --url http://127.0.0.1:30000 --vocab-size 200
 
 Without --url scripted engines in a process of their own hold all answers back until every request is in flight; groups
-of 16 are rolled out as training does. Then they answer at once, and the client's CPU time of a turn is compared with
-that of the least that aiohttp and json can do for the same requests and answers. Then rank 0 of a trainer updates the
-weights of the numbers of engines that --engines says, which answer its calls and receive nothing: what is measured is
-the CPU time of its calls, not that of gathering and sending.
+of 16 are rolled out as training does. Then engines have all answers prepared, and the client's CPU time of a turn is
+compared with that of the least that aiohttp and json can do for the same requests and answers. Then rank 0 of a trainer
+updates the weights of the numbers of engines that --engines says, which answer its calls and receive nothing: what is
+measured is the CPU time of its calls, not that of gathering and sending.
 
 With --url the requests go through the dispatcher to an SGLang server, and in turn as one list in a single call, which
 no client can be faster than. Start that server with --weight-version 0, and put its key into --api-key-env.
@@ -119,7 +119,9 @@ async def measure_crowd(num_requests: int) -> Crowd:
     process may not open enough files, those are left out."""
     per_engine = num_requests // _NUM_ENGINES
     most_per_engine = min(per_engine, (raise_file_limit() - _OTHER_FILES) // _NUM_ENGINES)
-    with _scripted_engines(most_per_engine) as urls:
+    # No answer before all of an engine's calls are in flight.
+    scripted = str(Path(__file__).parents[1] / "scripted_engine.py")
+    with _servers(scripted, "--api-key", _KEY, "--release-at", str(most_per_engine)) as urls:
         clients = [EngineClient(url, _KEY) for url in urls]
         environment = _Noting()
         dispatcher = Dispatcher(
@@ -177,12 +179,9 @@ async def _all_answered(awaited: Sequence[Awaitable[object]]) -> None:
 
 
 @contextmanager
-def _scripted_engines(per_engine: int, *, holds_back: bool = True, vocab_size: int = 1000) -> Iterator[list[str]]:
-    """URLs of engines for `per_engine` calls each, which answer nothing before all of these are in flight, or at
-    once."""
-    program = str(Path(__file__).parents[1] / "scripted_engine.py")
-    command = [sys.executable, program, "--engines", str(_NUM_ENGINES), "--api-key", _KEY]
-    command += ["--release-at", str(per_engine if holds_back else 0), "--vocab-size", str(vocab_size)]
+def _servers(program: str, *arguments: str) -> Iterator[list[str]]:
+    """URLs of engines in a process of their own."""
+    command = [sys.executable, program, "--engines", str(_NUM_ENGINES), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout
         try:
@@ -220,7 +219,7 @@ def _report_turns(num_turns: int, num_rounds: int) -> list[str]:
         "| tokens of prompt and answer | turns | CPU per turn, ms | aiohttp and json alone, ms | ratio |",
         "|---|---|---|---|---|",
     ]
-    with _scripted_engines(_TURNS_PER_ENGINE, holds_back=False, vocab_size=_TURN_VOCABULARY) as urls:
+    with _servers(str(Path(__file__).with_name("prepared_engines.py"))) as urls:
         for prompt_tokens, new_tokens in _TURN_SIZES:
             count = num_turns + len(urls) * _TURNS_PER_ENGINE
             requests = _requests(count, _TURN_VOCABULARY, [new_tokens] * count, prompt_tokens)
