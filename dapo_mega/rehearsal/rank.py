@@ -213,6 +213,7 @@ def _pretend() -> None:
     of_megatron: Any = cpu_accelerator._torch_for_megatron
     of_megatron.tensor = cpu_accelerator.redirected(tensor)
     of_megatron.distributed.new_group = dist.new_group
+    of_megatron.distributed.batch_isend_irecv = dist.batch_isend_irecv
 
 
 @contextlib.contextmanager
