@@ -172,7 +172,8 @@ class PretendedDevice(TorchDispatchMode):
                 return func(self.read(args[0]), **kwargs)
             if func is _aten.copy_.default and not args[0].is_meta:
                 return func(args[0], self.read(args[1]))
-        known = _known_result(func, args, kwargs, tensors)
+        # An optimizer's moments would otherwise begin as zeros of this machine's memory.
+        known = _known_result(func, args, kwargs, tensors) if self.kind != "optimizer" else None
         if is_here:
             args, kwargs = _with_known_shapes(func, args, kwargs)
         result = self._run(func, args, kwargs, known)
