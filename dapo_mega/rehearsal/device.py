@@ -93,6 +93,19 @@ class PretendedDevice(TorchDispatchMode):
 
         return call
 
+    def beside(self, function: Callable[P, T]) -> Callable[P, T]:
+        """The function, with `keeps_large_here`."""
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            before, self.keeps_large_here = self.keeps_large_here, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.keeps_large_here = before
+
+        return call
+
     def call_it(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """These tensors' memory is of this kind."""
         for tensor in tensors:

@@ -6,7 +6,7 @@ from dapo_mega.rehearsal.device import DEVICE, PretendedDevice, known_of
 
 
 def test_zeros_that_an_optimizer_makes_take_no_memory_here():
-    """Its moments are as large as its weights; masks and routing maps are made of zeros, too, and their values count."""
+    """Its moments are as large as its weights. Of masks and routing maps, made of zeros, too, values count."""
     device = PretendedDevice()
     with device:
         weights = torch.empty(64, device=DEVICE)
