@@ -80,7 +80,8 @@ class ComputeConfig(Section):
     overlap_param_gather: bool = Field(default=False, json_schema_extra=FREE)
     """Gather weights from the distributed optimizer during the next forward pass. Needs overlap_grad_reduce."""
     optimizer_offload: float = Field(default=0.0, ge=0, le=1, json_schema_extra=FREE)
-    """Share of the optimizer's state kept and updated in host memory. Raise it when GPU memory is short."""
+    """Share of the optimizer's moments kept and updated in host memory; main weights stay on the GPU. Raise it when
+    GPU memory is short."""
     deterministic: bool = Field(default=False, json_schema_extra=FREE)
     """Use only algorithms that give the same bits every time. Slower; for comparing runs."""
 

@@ -260,13 +260,13 @@ def _buffer_bytes(numels: list[int], shards: int, model: ModelConfig, compute: C
         return ParameterBytes(0, 0, 0)
     elements = sum(_padded(numel, _PARAMETER_ALIGNMENT) for numel in numels)
     elements = _padded(elements, math.lcm(shards, _BUCKET_ALIGNMENT))
-    # Float32 weights are their own main weights.
-    per_element = _MOMENT_BYTES + (_MAIN_WEIGHT_BYTES if model.dtype == "bf16" else 0)
-    on_device = 1.0 - compute.optimizer_offload
+    # Float32 weights are their own main weights. Megatron keeps main weights on the device when it offloads, too.
+    moments = _MOMENT_BYTES * (1.0 - compute.optimizer_offload)
+    per_element = moments + (_MAIN_WEIGHT_BYTES if model.dtype == "bf16" else 0)
     return ParameterBytes(
         elements * DTYPE_BYTES[model.dtype],
         elements * _GRADIENT_BYTES,
-        round(elements // shards * per_element * on_device),
+        round(elements // shards * per_element),
     )
 
 

@@ -44,7 +44,8 @@ class GroupName(NamedTuple):
 @dataclass(frozen=True)
 class Event:
     """One rank's part in one communication. `sizes` are the elements of the tensors that each member gives, `peer` is
-    the other rank of a send or receive, or the one that a collective starts from or ends at."""
+    the other rank of a send or receive, or the one that a collective starts from or ends at. `launch` numbers what a
+    rank issues: sends and receives of one batch (`is_batched`) share it, and so does the "wait" for them."""
 
     group: GroupName
     operation: str
@@ -54,6 +55,8 @@ class Event:
     is_host: bool
     phase: str
     place: str
+    launch: int
+    is_batched: bool
 
     def describe(self) -> str:
         """Such as "all_reduce of [64] float32 in the tensor model parallel group of 4 ranks (0, 1, 2, ...), at ..."."""
@@ -95,21 +98,21 @@ class _Done(dist.Work):
         return True
 
 
-class _Receiving(dist.Work):
+class _UnderWay(dist.Work):
     """A value on its way; it is there once it was waited for."""
 
-    def __init__(self, receive: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None]) -> None:
         super().__init__()
-        self._receive: Callable[[], None] | None = receive
+        self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: Any = None) -> bool:
-        if self._receive:
-            self._receive()
-            self._receive = None
+        if self._finish:
+            self._finish()
+            self._finish = None
         return True
 
     def is_completed(self) -> bool:
-        return self._receive is None
+        return self._finish is None
 
 
 class World:
@@ -119,6 +122,8 @@ class World:
         self.rank, self.size, self.exchange = rank, size, exchange
         self.events: list[Event] = []
         self.phase = "start"
+        self.batch: int | None = None
+        """The launch of the batch of sends and receives that is being issued."""
         self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def start(self) -> None:
@@ -136,6 +141,16 @@ class World:
             return make(ranks, timeout=timeout, backend=BACKEND, **{**rest, "pg_options": None})
 
         dist.new_group = dist.distributed_c10d.new_group = new_group
+        issue_batch = dist.batch_isend_irecv
+
+        def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
+            self.batch = len(self.events)
+            try:
+                return issue_batch(operations)
+            finally:
+                self.batch = None
+
+        dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = batch_isend_irecv
 
     _purpose = "all"
 
@@ -176,7 +191,9 @@ class Group(dist.ProcessGroup):
         sizes = tuple(tensor.numel() for tensor in tensors)
         of_all = None if peer is None else self.label.ranks[peer]
         world, dtype = self.world, tensors[0].dtype if tensors else torch.uint8
-        event = Event(self.label, operation, dtype, sizes, of_all, is_host, world.phase, place(sys._getframe(2)))
+        is_batched, where = world.batch is not None, place(sys._getframe(2))
+        launch = len(world.events) if world.batch is None else world.batch
+        event = Event(self.label, operation, dtype, sizes, of_all, is_host, world.phase, where, launch, is_batched)
         world.events.append(event)
         return event
 
@@ -296,17 +313,20 @@ class Group(dist.ProcessGroup):
         event = self._note("send", tensors, to)
         if event.has_values:
             self.world.exchange.send(event, tag, known_of(tensors[0]))
-        return _Done()
+        return _UnderWay(lambda: self._wait(event))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
         event = self._note("receive", tensors, source)
 
         def receive() -> None:
-            self.world.events.append(replace(event, operation="wait"))
+            self._wait(event)
             if event.has_values:
                 _put(tensors[0], self.world.exchange.receive(event, tag))
 
-        return _Receiving(receive)
+        return _UnderWay(receive)
+
+    def _wait(self, event: Event) -> None:
+        self.world.events.append(replace(event, operation="wait"))
 
 
 def _put(tensor: Tensor, value: Tensor | None) -> None:

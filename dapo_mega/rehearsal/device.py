@@ -93,6 +93,19 @@ class PretendedDevice(TorchDispatchMode):
 
         return call
 
+    def beside(self, function: Callable[P, T]) -> Callable[P, T]:
+        """The function, with `keeps_large_here`."""
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            before, self.keeps_large_here = self.keeps_large_here, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.keeps_large_here = before
+
+        return call
+
     def call_it(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """These tensors' memory is of this kind."""
         for tensor in tensors:
@@ -172,7 +185,8 @@ class PretendedDevice(TorchDispatchMode):
                 return func(self.read(args[0]), **kwargs)
             if func is _aten.copy_.default and not args[0].is_meta:
                 return func(args[0], self.read(args[1]))
-        known = _known_result(func, args, kwargs, tensors)
+        # An optimizer's moments would otherwise begin as zeros of this machine's memory.
+        known = _known_result(func, args, kwargs, tensors) if self.kind != "optimizer" else None
         if is_here:
             args, kwargs = _with_known_shapes(func, args, kwargs)
         result = self._run(func, args, kwargs, known)

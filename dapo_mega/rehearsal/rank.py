@@ -27,6 +27,7 @@ from dapo_mega.megatron import fused_logprobs, logprobs
 from dapo_mega.megatron.core import checkpoint_files
 from dapo_mega.megatron.core.optimization import gradient_buffers, optimizer_state
 from dapo_mega.megatron.core.repairs import cpu_accelerator
+from dapo_mega.megatron.core.repairs.offloaded_optimizer import HybridDeviceOptimizer
 from dapo_mega.megatron.objectives import needs_whole_trajectories
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.megatron.trained_model import TrainedModel
@@ -125,6 +126,7 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None, *, al
         peaks[name] = Peak(device.peak, device.at_peak, *device.where)
         flops[name] = device.flops - before
 
+    _leave_out_offloaded(device)
     with device, _parameters_are_there():
         with device.holding("parameters"):
             trainer.build(with_engines=False)
@@ -213,6 +215,21 @@ def _pretend() -> None:
     of_megatron: Any = cpu_accelerator._torch_for_megatron
     of_megatron.tensor = cpu_accelerator.redirected(tensor)
     of_megatron.distributed.new_group = dist.new_group
+    of_megatron.distributed.batch_isend_irecv = dist.batch_isend_irecv
+
+
+def _leave_out_offloaded(device: PretendedDevice) -> None:
+    """Take what Megatron's offloading optimizer keeps and updates on the host for tensors that are not counted."""
+    hybrid: Any = HybridDeviceOptimizer
+    hybrid._set_sub_optimizer_grads = device.beside(hybrid._set_sub_optimizer_grads)
+    make = device.beside(hybrid.__init__)
+
+    def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        make(optimizer, *args, **{**kwargs, "fused": False})  # The host's fused kernel takes no tensors without values.
+        for on_host in optimizer.cpu_optimizers:
+            on_host.step = device.beside(on_host.step)
+
+    hybrid.__init__ = __init__
 
 
 @contextlib.contextmanager

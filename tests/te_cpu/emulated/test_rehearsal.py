@@ -3,18 +3,26 @@
 import pytest
 
 from dapo_mega.planning.memory import activation_parts
-from dapo_mega.rehearsal import report
+from dapo_mega.rehearsal import device, report
+from dapo_mega.rehearsal.run import rehearse_run
 from tests.distributed.launching import run_distributed
-from tests.distributed.test_rehearsal import LONG, compare, really
+from tests.distributed.test_rehearsal import LONG, compare, config_of, really
 from tests.distributed.tiny import make_qwen3_model
 
 LAYOUT = {"tensor": 2, "sequence": True, "context": 2}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "vocab_size": 2048,
+    "num_attention_heads": 8,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+}
 CASE = {"parallel": LAYOUT, "dtype": "bf16", **LONG}
 
 
 def test_transformer_engines_layers_are_rehearsed_as_they_run(tmp_path):
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 2048, "num_attention_heads": 8}
-    model = make_qwen3_model(tmp_path, **sizes, head_dim=32, max_position_embeddings=1024)
+    model = make_qwen3_model(tmp_path, **SIZES)
     models = {False: str(model)}
     real = run_distributed(really, 4, {"one": CASE}, models)
     rehearsal = compare(CASE, "one", models, real)
@@ -28,3 +36,15 @@ def test_transformer_engines_layers_are_rehearsed_as_they_run(tmp_path):
         assert sum(rank.flops[phase] for rank in played) / len(played) == pytest.approx(flops, rel=0.0001), phase
     for name, (sent, planned) in report.traffic(rehearsal).items():
         assert sent == pytest.approx(planned, rel=0.01), name
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_what_is_offloaded_is_not_on_the_device(share, tmp_path, monkeypatch):
+    """Also of tensors so large that rehearsals do not make them on the host."""
+    monkeypatch.setattr(device, "_SMALL", 2**12)
+    model = make_qwen3_model(tmp_path, **SIZES)
+    case = {"parallel": {}, "dtype": "bf16", **LONG, "compute.optimizer_offload": share}
+    rehearsal = rehearse_run(config_of(case, {False: str(model)}, 1), 1, 80 * 2**30)
+    found, planned = rehearsal.played[0].always, report.planned_always(rehearsal, 0)
+    assert found == pytest.approx(planned, rel=0.001)
+    assert found["optimizer"] == pytest.approx(found["parameters"] * (6 - 4 * share), rel=0.001)

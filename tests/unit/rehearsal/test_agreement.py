@@ -9,6 +9,7 @@ import multiprocessing
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication
 
 from dapo_mega.config import ParallelConfig
 from dapo_mega.rehearsal.agreement import disagreements
@@ -145,6 +146,79 @@ def test_a_cycle_of_waits_is_found():
 
     (text,) = found(step)
     assert text.startswith("2 of the rehearsed ranks wait for each other for ever")
+
+
+def waits(rank):
+    dist.send(on_device(4), 1 - rank)
+    dist.recv(on_device(4), 1 - rank)
+
+
+def waits_for_what_it_receives(rank):
+    dist.isend(on_device(4), 1 - rank)
+    dist.irecv(on_device(4), 1 - rank).wait()
+
+
+def waits_for_nothing(rank):
+    dist.isend(on_device(4), 1 - rank)
+    dist.irecv(on_device(4), 1 - rank)
+
+
+@pytest.mark.parametrize("step", [waits, waits_for_what_it_receives, waits_for_nothing])
+def test_sends_that_no_rank_receives_before_its_own_are_a_cycle(step):
+    (text,) = found(step)
+    assert text.startswith("2 of the rehearsed ranks wait for each other for ever")
+    for rank in (0, 1):
+        assert f"rank {rank} (data {rank}) in send of [4] float32" in text
+        assert f"until rank {rank} (data {rank}) comes to receive" in text
+
+
+def test_sends_and_receives_of_a_batch_begin_together():
+    def step(rank):
+        ends = [dist.P2POp(call, on_device(4), 1 - rank) for call in (dist.isend, dist.irecv)]
+        for work in dist.batch_isend_irecv(ends):
+            work.wait()
+
+    assert found(step) == []
+
+
+def test_a_send_of_a_batch_needs_a_receive_of_a_batch():
+    """Single ones have a communicator for each two ranks."""
+
+    def step(rank):
+        if rank == 0:
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, on_device(4), 1)])
+        else:
+            dist.recv(on_device(4), 0)
+
+    assert len(found(step)) == 2
+
+
+def test_sends_of_two_groups_or_of_the_host_go_on_beside_each_other():
+    def step(rank):
+        other = dist.new_group([0, 1])
+        works = [dist.isend(on_device(4), 1 - rank, group=other if rank else None)]
+        works += [dist.irecv(on_device(4), 1 - rank, group=None if rank else other)]
+        works += [dist.isend(torch.zeros(2), 1 - rank), dist.irecv(torch.zeros(2), 1 - rank)]
+        for work in works:
+            work.wait()
+
+    assert found(step) == []
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("issue", [p2p_communication._p2p_ops, p2p_communication._batched_p2p_ops])
+def test_megatrons_orders_of_sends_have_no_cycle(size, issue):
+    """Each stage sends to both neighbours and receives from both, as between two passes of a pipeline."""
+
+    def step(rank):
+        p2p_communication.torch = torch  # Not the one that does without a GPU, whose functions are others.
+        names = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+        ends = {"prev_pipeline_rank": (rank - 1) % size, "next_pipeline_rank": (rank + 1) % size}
+        works = issue(**{name: on_device(4) for name in names}, **ends, group=dist.new_group(range(size)))
+        for work in works.values() if isinstance(works, dict) else works:
+            work.wait()
+
+    assert found(step, Roles(ParallelConfig(pipeline=size), size)) == []
 
 
 def test_other_orders_of_two_groups_are_a_cycle():
