@@ -205,12 +205,13 @@ def _measure(
     recorder = fleet.engine = Recorder(fleet.engine)
     turns = Turns((lambda: peer.step(recorder.lengths)) if peer else None, options.rounds, options.limit_s)
     config = training_run.config
-    tokenizer = load_tokenizer(config.model.path)
-    scorer = ResponseScorer(config.reward, training_run.rewards.training, decoder(tokenizer))
-    engine: Any = fleet if options.natural else FixedLengths(fleet, lengths)
-    collector = Collector(config, training_run.collector.prompts, engine, scorer, ())
+    if not options.natural:
+        tokenizer = load_tokenizer(config.model.path)
+        scorer = ResponseScorer(config.reward, training_run.rewards.training, decoder(tokenizer))
+        forced: Any = FixedLengths(fleet, lengths)
+        training_run.collector = Collector(config, training_run.collector.prompts, forced, scorer, ())
     with open_writer(config) as writer, contextlib.suppress(_EnoughError):
-        training_run.collector, training_run.progress, training_run.writer = collector, turns, writer
+        training_run.progress, training_run.writer = turns, writer
         trainer.train(training_run)
     return _report(turns, read_metrics(Path(config.output_dir) / "metrics.jsonl"), options)
 
