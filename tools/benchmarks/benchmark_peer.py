@@ -1,9 +1,9 @@
 """The peer of benchmark_step.py: TRL's GRPOTrainer with the DAPO loss on the CPU, one step whenever it is told to.
 
 Run by the peer's own Python, which has trl and none of this project: benchmark_peer.py SETTINGS.json. A line on
-standard input starts a step; a line `STEP {json}` on standard output reports its seconds. Responses get exactly the
-lengths of the settings: the end token is forbidden before and forced at the end. Rows that have ended are decoded on
-until the last one ends, and padded in the update; that is how the trainer works.
+standard input starts a step: a JSON list of its responses' lengths, which they get exactly: the end token is forbidden
+before and forced at the end. A line `STEP {json}` on standard output reports the step's seconds. Rows that have ended
+are decoded on until the last one ends, and padded in the update; that is how the trainer works.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 class ForcedLengths:
     """A logits processor: row r emits its end token as token number lengths[r], and not before."""
 
-    def __init__(self, lengths: Any, end_token: int) -> None:
-        self._lengths = lengths
+    def __init__(self, end_token: int) -> None:
+        self.lengths: Any = None
         self._end_token = end_token
         self.width = 0
         """Padded prompt tokens of the batch being generated."""
 
     def __call__(self, token_ids: Any, scores: Any) -> Any:
-        is_last = self._lengths == token_ids.shape[1] - self.width + 1
+        is_last = self.lengths == token_ids.shape[1] - self.width + 1
         end_scores = scores[:, self._end_token].clone()
-        scores = scores.masked_fill(is_last[:, None], float("-inf"))
+        scores[is_last] = float("-inf")  # In place, so that the peer pays for no copies.
         scores[:, self._end_token] = end_scores.masked_fill(~is_last, float("-inf"))
         return scores
 
@@ -55,7 +55,7 @@ def build_trainer(settings: dict[str, Any]) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         settings["model"], dtype=torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
     )
-    forced = ForcedLengths(torch.tensor(settings["lengths"]), tokenizer.eos_token_id)
+    forced = ForcedLengths(tokenizer.eos_token_id)
     done: dict[str, float] = {}
     generate = model.generate
 
@@ -78,8 +78,10 @@ def build_trainer(settings: dict[str, Any]) -> Any:
         """Waits for a line before each step, and reports after it."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if not sys.stdin.readline():
+            line = sys.stdin.readline()
+            if not line:
                 sys.exit()
+            forced.lengths = torch.tensor(json.loads(line))
             self.started = (time.perf_counter(), time.process_time())
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -87,7 +89,7 @@ def build_trainer(settings: dict[str, Any]) -> Any:
             report = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, **done}
             print("STEP " + json.dumps(report), flush=True)
 
-    num_rows = len(settings["lengths"])
+    num_rows = settings["num_rows"]
     micro_rows = settings["micro_rows"] or num_rows
     config = GRPOConfig(
         output_dir=settings["output_dir"],
@@ -101,7 +103,7 @@ def build_trainer(settings: dict[str, Any]) -> Any:
         epsilon_high=0.28,
         beta=0.0,
         num_generations=settings["group_size"],
-        max_completion_length=max(settings["lengths"]),
+        max_completion_length=settings["longest"],
         temperature=1.0,
         scale_rewards="group",
         per_device_train_batch_size=micro_rows,

@@ -2,6 +2,8 @@
 
 python tools/benchmark.py step --peer-python PEER/bin/python            # log-normal response lengths
 python tools/benchmark.py step --peer-python PEER/bin/python --equal    # all responses as long as the longest
+python tools/benchmark.py step --peer-python PEER/bin/python --model FOLDER --natural --longest 96
+                                                                        # word problems, answered by a real model
 
 The peer's environment, apart from this project's:
 
@@ -9,9 +11,10 @@ The peer's environment, apart from this project's:
     PEER/bin/pip install torch==2.14.1      # the same build as here: without a GPU the CPU's
     PEER/bin/pip install trl==1.16.0
 
-Both sides take turns, step by step, each in its own process: same model, prompts, number of responses and forced
-response lengths, one update per step. Ours is `trainer.train`: a step is all that happens from one report to the next.
-Ours computes in bf16, for which the CPU has instructions, TRL in fp32, unless --dtype and --peer-dtype say otherwise.
+Both sides take turns, step by step, each in its own process: same model, prompts, number of responses and response
+lengths, one update per step. Lengths are forced on both sides, or with --natural those of our step on the peer. Ours is
+`trainer.train`: a step is all that happens from one report to the next. Ours computes in bf16, for which the CPU has
+instructions, TRL in fp32, unless --dtype and --peer-dtype say otherwise.
 Without --peer-python only ours is measured.
 """
 
@@ -67,6 +70,22 @@ class FixedLengths:
         return self._fleet.generate(replace(request, sampling=sampling))
 
 
+class Recorder:
+    """An engine that notes how many tokens its last answers had."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.lengths: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Sequence[Any]:
+        answers: Sequence[Any] = self._engine.generate(requests)
+        self.lengths = [len(answer.token_ids) for answer in answers]
+        return answers
+
+
 class Peer:
     """TRL in a process of its own, which does one step at a time."""
 
@@ -85,12 +104,12 @@ class Peer:
             env={**environment, "OMP_NUM_THREADS": str(settings["threads"])},
         )
 
-    def step(self) -> dict[str, float]:
-        """Seconds of one step: wall, cpu, generation; and its response tokens."""
+    def step(self, lengths: Sequence[int]) -> dict[str, float]:
+        """Seconds of one step with responses of `lengths`: wall, cpu, generation; and its response tokens."""
         assert self._process.stdin
         assert self._process.stdout
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write("\n")
+            self._process.stdin.write(f"{json.dumps(lengths)}\n")
             self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("STEP "):
@@ -138,30 +157,30 @@ def run(options: argparse.Namespace) -> list[str]:
         folder = Path(name)
         model = workload.prepare_workload(folder, options)
         lengths = workload.response_lengths(options, options.prompts * options.group_size, options.seed).tolist()
+        data = workload.write_word_problems(folder, options.prompts) if options.natural else {}
         config = workload.run_config(
             folder,
             model,
             options,
+            **data,
             rollout={"max_response_tokens": options.longest, "dtype": options.rollout_dtype},
             reward={"overlong_punishment": False, "overlong_cache_tokens": 1, "num_workers": 1},
             batch={
                 "groups_per_step": options.prompts,
                 "mini_batch_groups": options.prompts,
                 "group_size": options.group_size,
-                "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 32),
+                "tokens_per_microbatch": max(options.microbatch_tokens, options.longest + 128),
             },
         )
         with workload.built_run(config) as training_run, contextlib.ExitStack() as stack:
             peer = None
             if options.peer_python:
-                peer = Peer(options.peer_python, _peer_settings(training_run, model, lengths, options, folder), folder)
+                peer = Peer(options.peer_python, _peer_settings(training_run, model, options, folder), folder)
                 stack.callback(peer.close)
             return _measure(training_run, peer, lengths, options)
 
 
-def _peer_settings(
-    training_run: TrainingRun, model: Path, lengths: Sequence[int], options: argparse.Namespace, folder: Path
-) -> dict[str, Any]:
+def _peer_settings(training_run: TrainingRun, model: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     num_prompts = options.prompts * (options.rounds + 3)
     known = training_run.collector.prompts
     prompts = [known[i % len(known)] for i in range(num_prompts)]
@@ -169,7 +188,8 @@ def _peer_settings(
         "model": str(model.resolve()),
         "prompts": [prompt.text for prompt in prompts],
         "answers": [prompt.ground_truth for prompt in prompts],
-        "lengths": list(lengths),
+        "num_rows": options.prompts * options.group_size,
+        "longest": options.longest,
         "group_size": options.group_size,
         "micro_rows": options.peer_micro_rows,
         "threads": options.threads,
@@ -181,28 +201,29 @@ def _peer_settings(
 def _measure(
     training_run: TrainingRun, peer: Peer | None, lengths: Sequence[int], options: argparse.Namespace
 ) -> list[str]:
-    turns = Turns(peer.step if peer else None, options.rounds, options.limit_s)
+    fleet: Any = training_run.fleet
+    recorder = fleet.engine = Recorder(fleet.engine)
+    turns = Turns((lambda: peer.step(recorder.lengths)) if peer else None, options.rounds, options.limit_s)
     config = training_run.config
-    tokenizer = load_tokenizer(config.model.path)
-    scorer = ResponseScorer(config.reward, training_run.rewards.training, decoder(tokenizer))
-    engine: Any = FixedLengths(training_run.fleet, lengths)
-    collector = Collector(config, training_run.collector.prompts, engine, scorer, ())
+    if not options.natural:
+        tokenizer = load_tokenizer(config.model.path)
+        scorer = ResponseScorer(config.reward, training_run.rewards.training, decoder(tokenizer))
+        forced: Any = FixedLengths(fleet, lengths)
+        training_run.collector = Collector(config, training_run.collector.prompts, forced, scorer, ())
     with open_writer(config) as writer, contextlib.suppress(_EnoughError):
-        training_run.collector, training_run.progress, training_run.writer = collector, turns, writer
+        training_run.progress, training_run.writer = turns, writer
         trainer.train(training_run)
-    return _report(turns, read_metrics(Path(config.output_dir) / "metrics.jsonl"), lengths, options)
+    return _report(turns, read_metrics(Path(config.output_dir) / "metrics.jsonl"), options)
 
 
-def _report(
-    turns: Turns, records: Sequence[Mapping[str, float]], lengths: Sequence[int], options: argparse.Namespace
-) -> list[str]:
+def _report(turns: Turns, records: Sequence[Mapping[str, float]], options: argparse.Namespace) -> list[str]:
     # The first step of each side warms up.
     ours, records = turns.ours[1:], records[1:]
-    assert {record["rollout/tokens"] for record in records} == {sum(lengths)}
+    tokens = [record["rollout/tokens"] for record in records]
     stages = ", ".join(f"{stage} {statistics.median(r[f'time/{stage}_s'] for r in records):.3f}" for stage in _STAGES)
     lines = [
-        f"one DAPO step: {options.prompts} x {options.group_size} responses, {sum(lengths)} tokens, longest "
-        f"{max(lengths)}, {options.dtype} (engine: {options.rollout_dtype}), {options.threads} thread(s), "
+        f"one DAPO step: {options.prompts} x {options.group_size} responses, {statistics.median(tokens):.0f} tokens, "
+        f"longest {options.longest}, {options.dtype} (engine: {options.rollout_dtype}), {options.threads} thread(s), "
         f"{len(ours)} rounds in turn, medians",
         f"ours: {median_cpu(ours):.3f} CPU s, {median_wall(ours):.3f} wall s ({stages})",
     ]
@@ -210,7 +231,7 @@ def _report(
     if theirs:
         durations = [Duration(step["wall"], step["cpu"]) for step in theirs]
         ratio = speed_ratio(ours, durations)
-        assert {step["tokens"] for step in theirs} == {sum(lengths)}
+        assert [step["tokens"] for step in theirs] == tokens
         generation = statistics.median(step["generation"] for step in theirs)
         lines += [
             f"TRL, {options.peer_dtype}: {median_cpu(durations):.3f} CPU s, {median_wall(durations):.3f} wall s (of it "
@@ -238,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     workload.add_model_options(parser)
     workload.add_length_options(parser, mean=52, longest=256)
+    parser.add_argument("--natural", action="store_true", help="word problems; the model ends its responses")
     parser.add_argument("--prompts", type=int, default=16, help="per step (default: %(default)s)")
     parser.add_argument("--group-size", type=int, default=8, help="responses per prompt (default: %(default)s)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="ours (default: %(default)s)")

@@ -27,7 +27,7 @@ _SIGMA = 0.7
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The shape of the random model, or a checkpoint to use instead."""
-    parser.add_argument("--model", type=Path, help="a Qwen2 checkpoint folder with tokenizer (default: random weights)")
+    parser.add_argument("--model", type=Path, help="a checkpoint folder with tokenizer (default: random weights)")
     parser.add_argument(
         "--hidden", type=int, default=128, help="hidden size of the random model (default: %(default)s)"
     )
@@ -136,6 +136,23 @@ def prepare_workload(folder: Path, options: argparse.Namespace) -> Path:
     sizes = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
     _run_preparation(["init-model", "--output", str(folder / "model"), *sizes, *seed])
     return folder / "model"
+
+
+def write_word_problems(folder: Path, num_prompts: int) -> dict[str, dict[str, Any]]:
+    """Write so many problems, each step's prompts in the model's chat template; returns the run's section `data`."""
+    names = ("Dan", "Ann", "Tom", "Sue", "Ben", "Eva", "Jim", "Kim", "Leo", "Mia", "Ned", "Pat", "Ron", "Sam", "Ted")
+    things = (("boxes", "apples"), ("bags", "pens"), ("jars", "nuts"), ("crates", "books"))
+    file = folder / "problems.jsonl"
+    with file.open("w") as lines:
+        for i in range(num_prompts):
+            (outer, inner), one, other = things[i % len(things)], 3 + i % 7, 2 + i % 9
+            question = (
+                f"{names[i % len(names)]} buys {one} {outer} with {other} {inner} in each. How many {inner} is that?"
+            )
+            lines.write(json.dumps({"question": question, "answer": str(one * other)}) + "\n")
+    columns = {"prompt": "question", "ground_truth": "answer"}
+    train = {"path": str(file), "columns": columns, "template": "bare", "chat_template": True}
+    return {"data": {"max_prompt_tokens": 128, "train": train}}
 
 
 def _run_preparation(arguments: list[str]) -> None:

@@ -52,6 +52,14 @@ def use_grouped_decode_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(_GROUPED_DECODE)
 
 
+def copy_hidden_of_last_tokens(model: PreTrainedModel) -> None:
+    """Hand the output layer a copy of the last tokens' hidden states [B, 1, h], which are a view into those of all.
+
+    torch multiplies such a view as B matrices, and copies the whole weight for each of them.
+    """
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, given: (given[0].contiguous(), *given[1:]))
+
+
 def _grouped_decode_attention(
     module: torch.nn.Module,
     query: Tensor,

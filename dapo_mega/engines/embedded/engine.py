@@ -18,7 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from dapo_mega.atomic_files import read_json_object
-from dapo_mega.engines.embedded.decoding import RowBatch, prompt_key, use_grouped_decode_attention
+from dapo_mega.engines.embedded.decoding import (
+    RowBatch,
+    copy_hidden_of_last_tokens,
+    prompt_key,
+    use_grouped_decode_attention,
+)
 from dapo_mega.engines.embedded.routes import ChosenExperts
 from dapo_mega.models.families import language_config
 from dapo_mega.types import FinishReason, GenerationFailure, GenerationRequest, NamedTensors, Response, SamplingParams
@@ -59,6 +64,7 @@ class EmbeddedEngine:
                 tensor.data = tensor.data.float()
         self._model: PreTrainedModel | None = model.to(device).eval().requires_grad_(False)
         use_grouped_decode_attention(model)
+        copy_hidden_of_last_tokens(model)
         self._chosen_experts = ChosenExperts(model)
         self._max_batch_rows = max_batch_rows
         self._check_stop = check_stop

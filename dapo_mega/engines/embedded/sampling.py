@@ -6,9 +6,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _DRAWS_PER_COUNT = 4
 """Philox-4x64 yields four 64-bit words for each value of its counter."""
+
+_BLOCK = 256
+"""Columns of a large vocabulary that are drawn as one first: only the drawn block is looked at in float64."""
+
+_LIKELIEST = 1024
+"""Tokens that nearly always hold top_p of a large vocabulary's mass, so that the others need no sorting."""
 
 
 def request_uniforms(seed: int, count: int, start: int = 0) -> npt.NDArray[np.float64]:
@@ -33,7 +40,8 @@ def sample_tokens(
     the top-k's mass. Raises FloatingPointError for logits that define no distribution (NaN, +inf, all -inf).
     """
     num_tokens = logits.shape[-1]
-    probs = torch.softmax(logits.float() / (temperature or 1.0), dim=-1)
+    scaled = logits.float() if temperature in (0, 1) else logits.float() / temperature
+    probs = torch.softmax(scaled, dim=-1)
     if temperature == 0:
         tokens = probs.argmax(dim=-1, keepdim=True)
     elif top_p == 1 and (top_k == 0 or top_k >= num_tokens):
@@ -50,15 +58,23 @@ def sample_tokens(
 
 def _filter(probs: Tensor, top_p: float, top_k: int) -> tuple[Tensor, Tensor]:
     """Candidates by falling probability: (probabilities with the removed ones at 0, token ids), both [B, K]."""
-    if top_k < probs.shape[-1]:
+    num_tokens = probs.shape[-1]
+    if top_k < num_tokens:
         weights, candidates = probs.topk(top_k, dim=-1)
-    else:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    elif num_tokens <= _LIKELIEST:
         weights, candidates = probs.sort(dim=-1, descending=True, stable=True)
+    else:
+        weights, candidates = probs.topk(_LIKELIEST, dim=-1)
+        # Sorted row by row, so that a row's order among equals does not depend on the other rows.
+        flat_rows = (weights.sum(dim=-1) < top_p).nonzero().flatten()
+        if len(flat_rows):
+            weights, candidates = (pad(found, (0, num_tokens - _LIKELIEST)) for found in (weights, candidates))
+            weights[flat_rows], candidates[flat_rows] = probs[flat_rows].sort(dim=-1, descending=True, stable=True)
     if top_p < 1:
         shares = _fixed_point(weights)
-        mass = shares.cumsum(dim=-1)
         # A candidate stays while the mass before it falls short of top_p, so the first one always does.
-        weights = weights.masked_fill((mass - shares).double() >= top_p * mass[:, -1:].double(), 0.0)
+        weights = weights.masked_fill((shares.cumsum(dim=-1) - shares).double() >= top_p * 2.0**62, 0.0)
     return weights, candidates
 
 
@@ -70,8 +86,23 @@ def _fixed_point(weights: Tensor) -> Tensor:
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Per row the first index [B, 1] whose cumulative weight exceeds uniform * total; never one of weight 0."""
-    cdf = _fixed_point(weights).cumsum(dim=-1)
-    total = cdf[:, -1]
+    num_rows, width = weights.shape
+    if width <= _BLOCK:
+        return _draw(weights, uniforms)[0]
+    blocks = pad(weights, (0, -width % _BLOCK)) if width % _BLOCK else weights
+    blocks = blocks.reshape(num_rows, -1, _BLOCK)
+    block, within = _draw(blocks.sum(dim=-1), uniforms)
+    drawn = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, _BLOCK)).squeeze(1)
+    return (block * _BLOCK + _draw(drawn, within)[0]).clamp_(max=width - 1)
+
+
+def _draw(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The index [B, 1] that `_inverse_cdf` finds, and where in its share the target lies [B], in [0, 1)."""
+    shares = _fixed_point(weights / weights.sum(dim=-1, keepdim=True))
+    cdf = shares.cumsum(dim=-1)
+    total = cdf[:, -1:]
     # Below the total even when the uniform is 1 or rounds to 1, so the index found has positive weight.
-    target = torch.minimum((uniforms.double() * total.double()).long(), total - 1)
-    return torch.searchsorted(cdf, target.unsqueeze(1), right=True).clamp_(max=weights.shape[-1] - 1)
+    target = torch.minimum((uniforms.double().unsqueeze(1) * total.double()).long(), total - 1)
+    index = torch.searchsorted(cdf, target, right=True).clamp_(max=weights.shape[-1] - 1)
+    share = shares.gather(1, index)
+    return index, ((target - cdf.gather(1, index) + share).double() / share.double()).squeeze(1)

@@ -174,6 +174,18 @@ def test_prompts_are_prefilled_in_slices_of_bounded_size(
     assert sizes[:5] == [15, 24, 20, 30, 16]
 
 
+def test_the_output_layer_multiplies_the_rows_of_all_prompts_at_once(engine: EmbeddedEngine) -> None:
+    shapes: list[tuple[torch.Size, bool]] = []
+    assert engine._model is not None
+    engine._model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, given: shapes.append((given[0].shape, given[0].is_contiguous()))
+    )
+    generate(engine, make_requests([5, 8, 8], group_size=2, sampling=SamplingParams(max_new_tokens=3)))
+    # Of a view torch multiplies each row alone, with a copy of the weight for each.
+    assert shapes[0] == (torch.Size([3, 1, 32]), True)
+    assert all(is_contiguous for _, is_contiguous in shapes)
+
+
 @pytest.mark.parametrize("max_batch_rows", [1, 7, 64])
 def test_a_response_does_not_depend_on_the_rest_of_the_batch(
     model: Qwen2ForCausalLM, engine: EmbeddedEngine, max_batch_rows: int

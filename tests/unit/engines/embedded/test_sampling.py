@@ -78,6 +78,36 @@ def test_extreme_uniforms_draw_the_outermost_token_with_probability(
     assert token == (last if uniform > 0.5 else first)
 
 
+@pytest.mark.parametrize("num_tokens", [300, 4096, 5003])
+def test_a_large_vocabulary_is_drawn_in_token_order_as_well(num_tokens: int) -> None:
+    logits = torch.randn(num_tokens, generator=torch.Generator().manual_seed(1)) * 4
+    cdf = torch.softmax(logits.double(), 0).cumsum(0)
+    uniforms = grid(2000)
+    tokens = draw(logits, uniforms)
+    before = torch.nn.functional.pad(cdf, (1, 0))[tokens]
+    assert ((before - 1e-6 < uniforms) & (uniforms < cdf[tokens] + 1e-6)).all()
+
+
+def test_nuclei_of_a_large_vocabulary_are_those_of_a_sort_whatever_other_rows_hold() -> None:
+    generator = torch.Generator().manual_seed(2)
+    # With a spread of 4 some dozens of tokens are the nucleus, with 0.1 thousands; bf16 makes many of them equal.
+    spreads = torch.tensor([4.0, 0.1, 4.0]).unsqueeze(1)
+    logits = (torch.randn(3, 6000, generator=generator) * spreads).bfloat16()
+    for uniform in grid(20):
+        uniforms = uniform.expand(3)
+        tokens, _ = sample_tokens(logits, uniforms, 1.0, top_p=0.9)
+        alone = [sample_tokens(logits[[row]], uniforms[:1], 1.0, top_p=0.9)[0].item() for row in range(3)]
+        assert tokens.tolist() == alone
+        for row, token in enumerate(alone):
+            probs = torch.softmax(logits[row].double(), 0)
+            ranked = probs.sort(descending=True).values
+            mass = ranked.cumsum(0) - ranked
+            # Equal probabilities may come in any order, so the token's own is looked up.
+            at = (mass + ranked > 0.9 * uniform - 1e-3) & (mass < 0.9 * uniform + 1e-3)
+            assert probs[int(token)] >= ranked[mass < 0.9].min()
+            assert any(torch.isclose(ranked[at], probs[int(token)], rtol=1e-2))
+
+
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
