@@ -90,4 +90,4 @@ def test_the_recipe_takes_a_step(data, tmp_path, capsys):
     _, step, *_ = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert step["policy/grad_norm"] > 0
     assert step["mismatch/logprob_abs_diff_mean"] < 0.2  # bf16, by transformers and by Megatron-Core.
-    assert "<|im_start|>user" in capsys.readouterr().out
+    assert "⟦<|im_start|>⟧user" in capsys.readouterr().out
