@@ -1,0 +1,106 @@
+"""Published tokenizers and chat templates, in the folders that DAPO_MEGA_TOKENIZERS holds: prompts are those of
+transformers, text survives, and a response that ends within a character is its text up to there."""
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dapo_mega.config import DatasetConfig
+from dapo_mega.data.preview import second_bos, stop_token_disagreement, turn_without_stop, with_marked_specials
+from dapo_mega.data.prompts import first_rows
+from dapo_mega.data.tokenizer import decoder, load_tokenizer, stop_tokens
+from dapo_mega.samples.pieces import TokenPieces
+
+NAMES = ("qwen3", "gemma3", "llama3_1", "deepseek_v3", "smollm2")
+TEXTS = {
+    "LaTeX": r"Let $\frac{a}{b} \ge \sqrt[3]{x}$ and \[\int_0^1 x^2\,dx = \boxed{\tfrac13}\]",
+    "Chinese, Japanese, Korean": "求三角形的面积。ひらがな、한국어 𠮷",
+    "emoji": "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽",
+    "zero width": "a\u200bb\u200dc\u2060d\ufeffe",
+    "right to left": "ما هو \u202bשלום\u202c 3 + 4؟",
+    "white space": "  two  spaces , . ! \n\n\t x 's n't",
+    "composed": "caf\u00e9",
+    "decomposed": "cafe\u0301",
+}
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "  What is $1+1$? 求\n"}
+
+
+@cache
+def real(name):
+    folder = Path(os.environ.get("DAPO_MEGA_TOKENIZERS", "")) / name
+    if not os.environ.get("DAPO_MEGA_TOKENIZERS") or not folder.is_dir():
+        pytest.skip(f"no tokenizer {name}: set DAPO_MEGA_TOKENIZERS to a folder that has it")
+    return load_tokenizer(str(folder))
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def prompts_of(folder, tokenizer, prompts, chat_template=True):
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in prompts]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"path": str(folder / "data.jsonl"), "columns": {"ground_truth": "answer"}, "template": "as_is"}
+    config = DatasetConfig.model_validate({**values, "chat_template": chat_template})
+    return config, first_rows(config, tokenizer, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_are_those_of_transformers_with_one_first_token(tmp_path, name):
+    tokenizer = real(name)
+    conversations = [[USER], [SYSTEM, USER], [SYSTEM, USER, {"role": "assistant", "content": "2"}, USER]]
+    config, rows = prompts_of(tmp_path, tokenizer, conversations)
+    for row, messages in zip(rows, conversations, strict=True):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert row.token_ids.tolist() == ids, messages
+        assert tokenizer.bos_token_id is None or ids[1] != tokenizer.bos_token_id, messages
+    assert second_bos(rows, tokenizer) is None
+    if name == "smollm2":
+        assert ["named SmolLM" in row.text for row in rows] == [True, False, False]
+    assert ["Be brief." in row.text for row in rows] == [False, True, True]
+    assert turn_without_stop(config, tokenizer) is None
+    assert stop_token_disagreement(Path(tokenizer.name_or_path), tokenizer) is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama3_1"])
+def test_a_first_token_in_the_text_beside_the_tokenizers_is_named(tmp_path, name):
+    tokenizer = real(name)
+    _, rows = prompts_of(tmp_path, tokenizer, [f"{tokenizer.bos_token}1+1?", "1+1?"], chat_template=False)
+    assert f"1 of the first 2 prompts begin with {tokenizer.bos_token} twice" in second_bos(rows, tokenizer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_comes_back_as_it_was(name):
+    tokenizer = real(name)
+    # Qwen's tokenizer composes characters (NFC) before it reads them, so that only composed text can come back.
+    texts = {kind: text for kind, text in TEXTS.items() if (name, kind) != ("qwen3", "decomposed")}
+    ids = {kind: np.array(ids_of(tokenizer, text), np.int32) for kind, text in texts.items()}
+    assert dict(zip(texts, decoder(tokenizer)(list(ids.values())), strict=True)) == texts
+    assert {kind: with_marked_specials(ids[kind].tolist(), tokenizer) for kind in texts} == texts
+    assert {kind: "".join(TokenPieces(tokenizer).of(ids[kind]).to_pylist()) for kind in texts} == texts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_response_cut_within_a_character_is_its_text_up_to_there(name):
+    tokenizer, num_cut = real(name), 0
+    text = r"So $\boxed{7}$ 𓀀𠮷🏳️‍🌈"
+    ids = np.array(ids_of(tokenizer, text), np.int32)
+    for end in range(1, len(ids)):
+        (shown,) = decoder(tokenizer)([ids[:end]])
+        whole = shown.rstrip("\ufffd")
+        num_cut += whole != shown
+        assert text.startswith(whole), end
+        assert shown.encode(), end
+        assert with_marked_specials(ids[:end].tolist(), tokenizer) == shown, end
+        assert "".join(TokenPieces(tokenizer).of(ids[:end]).to_pylist()) == shown, end
+    assert num_cut > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_responses_stop_at_the_tokenizers_end_token_without_other_files(name):
+    tokenizer = real(name)
+    assert stop_tokens(Path(tokenizer.name_or_path), tokenizer) == (tokenizer.eos_token_id,)
