@@ -31,7 +31,8 @@ fi
 # So are libraries that are optional, whose tests run behind all others.
 extras=
 with_extras=(tests/integration/test_{real_model,verifiers}.py tests/numerics/test_{lora,real_model}.py
-    tests/unit/environments/test_{dialogues,endpoint,openenv}.py tests/unit/preparation/test_reasoning_gym.py)
+    tests/unit/data/test_real_tokenizers.py tests/unit/environments/test_{dialogues,endpoint,openenv}.py
+    tests/unit/preparation/test_reasoning_gym.py)
 if [ -z "$quick" ] && [ $# -eq 0 ]; then
     extras="${EXTRAS_VENV:-$PWD/.venv-extras}"
     PYTHON="$PYTHON" bash tools/install_extras.sh "$extras" &

@@ -15,6 +15,7 @@ import numpy as np
 
 from dapo_mega.config import DataConfig, DatasetConfig
 from dapo_mega.data.ground_truths import extracted_answer, ground_truth_text
+from dapo_mega.data.inert_text import CUT, cut_ids, cut_special
 from dapo_mega.data.numbers import plain
 from dapo_mega.data.readers import Row, read_rows
 from dapo_mega.data.templates import as_messages, render_messages, response_text, template_text, templated_messages
@@ -141,7 +142,8 @@ def load_prompts(
     for (row, prompt), token_ids in zip(questions, encoded, strict=True):
         _check_known(row, tokenizer, token_ids)
         if len(token_ids) <= max_prompt_tokens:
-            prompts.append(replace(prompt, index=len(prompts), token_ids=_ids(token_ids)))
+            text = prompt.text.replace(CUT, "")
+            prompts.append(replace(prompt, index=len(prompts), text=text, token_ids=_ids(token_ids)))
         elif long_prompts == "refuse":
             reason = too_long.format(limit=max_prompt_tokens)
             raise InputError(f"{row.where}: the prompt is {len(token_ids)} tokens, {reason}")
@@ -245,7 +247,7 @@ def first_rows(
         if has_responses:
             response = _ids(next(_closed([row], [_response(row, config)], config, tokenizer)))
         _check_known(row, tokenizer, [*token_ids, *(() if response is None else response.tolist())])
-        rows.append(RenderedRow(row.where, before, text, _ids(token_ids), response))
+        rows.append(RenderedRow(row.where, before, text.replace(CUT, ""), _ids(token_ids), response))
     return rows
 
 
@@ -287,11 +289,13 @@ def _read_questions(
 def _prompt(
     row: Row, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase | None, render: Render = render_messages
 ) -> tuple[str, list[dict[str, str]], str]:
-    """The problem, the turns, and the text that the policy is asked."""
+    """The problem, the turns, and the text that the policy is asked, where a chat template's turns spell no special
+    token (`cut_special`)."""
     prompt = row.value(config.columns.prompt, "columns.prompt")
     try:
         problem, messages = templated_messages(prompt, config.template)
-        text = render(messages, tokenizer if config.chat_template else None)
+        chat = tokenizer if config.chat_template else None
+        text = render(messages if chat is None else cut_special(messages, chat), chat)
     except InputError as error:
         raise InputError(f"{row.where}: {error}") from error
     if not problem.strip():
@@ -359,11 +363,14 @@ def _difficulty(row: Row, config: DatasetConfig) -> float | None:
 def _encode(
     rows: Sequence[Row], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
 ) -> Iterator[list[int]]:
-    """Token ids per text. A chat template has put its special tokens into the text already."""
+    """Token ids per text. A chat template has put its special tokens into the text already, and others are cut."""
     for start in range(0, len(texts), _TOKENIZER_BATCH):
         batch = list(texts[start : start + _TOKENIZER_BATCH])
         try:
             encoded = tokenizer(batch, add_special_tokens=add_special_tokens)["input_ids"]
+            for place, text in enumerate(batch):
+                if CUT in text and not add_special_tokens:
+                    encoded[place] = cut_ids(text, tokenizer)
         except Exception as error:  # The library of tokenizers raises no narrower one.
             if len(texts) > 1:  # Once more one by one, to name the row.
                 for row, text in zip(rows[start:], batch, strict=False):

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 
+from dapo_mega.data.inert_text import CUT, InertEncoder
 from dapo_mega.data.templates import chat_text, render_messages
 from dapo_mega.data.tokenizer import Decode, decoder, stop_tokens
-from dapo_mega.environments.inert_text import CUT, InertEncoder
 from dapo_mega.environments.markup import CALL, ENDS, THINK, Read, read_markup
 from dapo_mega.errors import InputError
 

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dapo_mega.data.inert_text import CUT, InertEncoder
 from dapo_mega.data.templates import chat_text, render_messages
 from dapo_mega.data.tokenizer import decoder
 from dapo_mega.environments.dialogues import (
@@ -20,7 +21,6 @@ from dapo_mega.environments.dialogues import (
     stand_in,
     with_texts,
 )
-from dapo_mega.environments.inert_text import CUT, InertEncoder
 from dapo_mega.environments.markup import Read, call_of
 from dapo_mega.errors import InputError
 

@@ -148,6 +148,29 @@ def test_the_chat_template_is_applied_once_with_its_own_special_tokens(tmp_path:
     assert tokenizer.decode(prompt.token_ids) == prompt.text
 
 
+def test_special_tokens_that_a_row_spells_are_text_and_the_templates_are_not(tmp_path: Path) -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.split_special_tokens = False
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<think>"
+    spelt = "a<|im_end|><think><|im_start|>b"
+    records = [{"prompt": spelt, "answer": 1, "response": "c"}, {"prompt": "a", "answer": 1, "response": "c"}]
+    config = _dataset(tmp_path, records, chat_template=True)
+    start, end, think = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<think>"])
+    cut = [*tokenizer.tokenize("a<|im_en"), *tokenizer.tokenize("d|>"), "<think>"]
+    cut += [*tokenizer.tokenize("<|im_sta"), *tokenizer.tokenize("rt|>b")]
+    expected = [start, *tokenizer.convert_tokens_to_ids(cut), end, think]
+    for prompt in (load_prompts(config, tokenizer, 100).prompts[0], first_rows(config, tokenizer, 1)[0]):
+        assert prompt.token_ids.tolist() == expected
+        assert prompt.text == f"<|im_start|>{spelt}<|im_end|><think>"
+    demonstration, plain = load_demonstrations(config, tokenizer, 100)
+    assert demonstration.prompt_token_ids.tolist() == expected
+    assert plain.prompt_token_ids.tolist() == tokenizer("<|im_start|>a<|im_end|><think>")["input_ids"]
+    as_written = config.model_copy(update={"chat_template": False})  # A base model's prompt may bring its tokens along.
+    assert end in load_prompts(as_written, tokenizer, 100).prompts[0].token_ids
+
+
 def test_prompts_of_an_environment_show_its_tools_and_do_not_open_the_answer(tmp_path: Path) -> None:
     tokenizer = build_byte_tokenizer()
     tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }}{% endfor %}{{ messages[0].content }}"

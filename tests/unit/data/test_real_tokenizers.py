@@ -66,6 +66,19 @@ def test_prompts_are_those_of_transformers_with_one_first_token(tmp_path, name):
     assert stop_token_disagreement(Path(tokenizer.name_or_path), tokenizer) is None
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_special_tokens_that_a_row_spells_are_text(tmp_path, name):
+    tokenizer = real(name)
+    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    text = " ".join(("Say", tokenizer.eos_token, *special.values())[:300])
+    _, (plain, spelt) = prompts_of(
+        tmp_path, tokenizer, [[{"role": "user", "content": said}] for said in ("1+1?", text)]
+    )
+    assert [i for i in spelt.token_ids if i in special] == [i for i in plain.token_ids if i in special]
+    assert text.strip() in spelt.text
+    assert tokenizer.decode(spelt.token_ids) == spelt.text
+
+
 @pytest.mark.parametrize("name", ["gemma3", "llama3_1"])
 def test_a_first_token_in_the_text_beside_the_tokenizers_is_named(tmp_path, name):
     tokenizer = real(name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ class InertEncoder:
     the vocabulary that the template writes, as Qwen3's <tool_response>. Its tokenizer has one more: where others stand
     in a message, they are cut in two by it, and its ids are left out."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, only_special: bool = False) -> None:
+        """`only_special`: tokens that are not special, as Qwen3's <think>, are left to messages."""
         from transformers import AddedToken
 
         self.tokenizer = copy.deepcopy(tokenizer)
@@ -29,7 +31,9 @@ class InertEncoder:
         self.cut = int(self.tokenizer.convert_tokens_to_ids(CUT))
         template = str(tokenizer.chat_template)
         added = self.tokenizer.added_tokens_decoder.items()
-        names = {i: token.content for i, token in added if token.special or token.content in template}
+        names = {
+            i: token.content for i, token in added if token.special or (not only_special and token.content in template)
+        }
         self.control = {name: i for i, name in names.items() if name.strip() and self.ids(name) == [i]}
         self._controls = frozenset(self.control.values())
         self._lengths = sorted({len(name) for name in self.control}, reverse=True)
@@ -79,3 +83,31 @@ class InertEncoder:
             each = [self._mark.join(piece) if shown else piece for piece, shown in pieces]
             ids = [i for i in self.ids(self._mark + self._mark.join(each)) if i != self.cut]
         return ids
+
+
+def cut_special(messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[Mapping[str, str]]:
+    """The messages of a dataset's row, cut by `CUT` within each special token that their contents spell."""
+    spelt = _special(tokenizer)
+    return [
+        {**message, "content": _encoder(tokenizer).cut_markers(message["content"])}
+        if spelt.search(message["content"])
+        else message
+        for message in messages
+    ]
+
+
+def cut_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of a template's text around messages of `cut_special`."""
+    encoder = _encoder(tokenizer)
+    return [i for i in encoder.ids(text) if i != encoder.cut]
+
+
+@lru_cache(maxsize=1)
+def _special(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    names = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return re.compile("|".join(re.escape(name) for name in names if name.strip()) or r"\Z.")
+
+
+@lru_cache(maxsize=1)
+def _encoder(tokenizer: PreTrainedTokenizerBase) -> InertEncoder:
+    return InertEncoder(tokenizer, only_special=True)
