@@ -70,8 +70,8 @@ class DatasetConfig(SourceConfig):
     nothing, as prompts hold their instruction already, as in DAPO-Math-17k; bare (also none) adds nothing, as none is
     wanted."""
     chat_template: bool = False
-    """Put the messages through the tokenizer's chat template; special tokens that their text spells stay text. Switch it
-    on for instruction-tuned models."""
+    """Put the messages through the tokenizer's chat template; special tokens that their text spells stay text. Switch
+    it on for instruction-tuned models."""
     deduplicate: bool = True
     """Keep the first row of each distinct prompt; the public DAPO-Math-17k repeats each."""
 

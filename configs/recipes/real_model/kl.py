@@ -18,7 +18,7 @@ ROWS_AT_ONCE = 16
 @torch.inference_mode()
 def divergence(model, table):
     differences = []
-    rows = table[table["sample"] == 0].sort_values("length").to_dict("records")
+    rows = table.drop_duplicates("prompt_index").sort_values("length").to_dict("records")
     for first in range(0, len(rows), ROWS_AT_ONCE):
         batch = rows[first : first + ROWS_AT_ONCE]
         texts = [torch.tensor([*row["prompt_ids"], *row["token_ids"]]) for row in batch]
