@@ -22,7 +22,7 @@ class LockstepLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, step: Callable[[], bool], check_stop: Callable[[], None] = lambda: None) -> None:
         """`step` returns whether there was something to answer. `check_stop` is called during waits and may raise
-        StopRequested; what it or `step` raises, `drive` raises."""
+        StopRequested; what it or `step` raises, `complete` raises."""
         self._step = step
         self._check_stop = check_stop
         self._beside: set[asyncio.Future[Any]] = set()
@@ -39,7 +39,7 @@ class LockstepLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(self._beside.discard)
         return future
 
-    def drive(self, work: Coroutine[Any, Any, T]) -> T:
+    def complete(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine to its end; it is cancelled when a step or the stop raises."""
         task = self.create_task(work)
         with outer_loop_set_aside():

@@ -118,7 +118,7 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
                 waited, age = 0.0, 0.0
             before = engines.clock
             with activity.span("trainer", "rollout"):
-                _, metrics = loop.drive(collector.collect(step))
+                _, metrics = loop.complete(collector.collect(step))
             waited += engines.clock - before
             totals["pieces"] += round(metrics.get("rollout/tokens", 0.0))
             totals["expired"] += round(metrics["rollout/groups_expired_in_flight"])
@@ -127,7 +127,7 @@ def simulate(config: RunConfig, workload: Workload, costs: Costs, num_steps: int
                 int(name.rpartition("_")[2]) * share for name, share in metrics.items() if "token_share_age" in name
             )
             with activity.span("trainer", "update"):
-                loop.drive(engines.train(costs.training_s))
+                loop.complete(engines.train(costs.training_s))
             with activity.span("trainer", "weight_sync"):
                 engines.update(step + 1, costs.weights_s)
             timeline.append(activity.pop(step + 1, engines.pop_loads()))

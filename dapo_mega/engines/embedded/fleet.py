@@ -51,7 +51,7 @@ class EmbeddedFleet(RolloutFleet):
         return generation
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._loop.drive(work)
+        return self._loop.complete(work)
 
     def close(self) -> None:
         """Give up what was asked."""

@@ -61,7 +61,7 @@ class LoopThread:
 
         return self.run(called(), timeout_s)
 
-    def drive(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None]) -> T:
+    def complete(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None]) -> T:
         """Run the coroutine to its end, and call `meanwhile` in this thread at least every `_MEANWHILE_S`. What that
         raises cancels the coroutine, and is raised when it has ended."""
         task = self.call(lambda: asyncio.create_task(work))

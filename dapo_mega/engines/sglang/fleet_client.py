@@ -101,7 +101,7 @@ class FleetClient(RolloutFleet):
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """See `RolloutFleet`. Engines that join or come back meanwhile are updated."""
-        return self._thread.drive(work, self.tend)
+        return self._thread.complete(work, self.tend)
 
     def tend(self) -> None:
         """Wait for enough engines; those that have joined get the weights."""

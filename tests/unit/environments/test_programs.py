@@ -365,7 +365,7 @@ def test_embedded_engines_step_when_all_programs_wait_for_them(agent):
     async def both():
         return await asyncio.gather(*(play(i) for i in range(4)))
 
-    found = loop.drive(both())
+    found = loop.complete(both())
     loop.shut()
     assert [len(trajectory.turns) for trajectory, _ in found] == [3] * 4
     assert sum(batches) == 12

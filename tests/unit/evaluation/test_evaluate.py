@@ -71,7 +71,7 @@ class ScriptedSampler:
         return generation
 
     def run(self, work):
-        return self._loop.drive(work)
+        return self._loop.complete(work)
 
     def _step(self):
         if self._num_parts == 0:

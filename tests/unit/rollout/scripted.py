@@ -88,7 +88,7 @@ class ScriptedEngine:
 
     def run(self, work):
         LOOP.engine = self
-        return LOOP.drive(work)
+        return LOOP.complete(work)
 
     def settle(self):
         """Let all tasks go on until they wait for answers."""

@@ -26,16 +26,16 @@ class Simulation:
         async def asked():
             return [self.engines.generate(request) for request in requests]
 
-        self.generations = self.loop.drive(asked())
+        self.generations = self.loop.complete(asked())
         self.open = set(self.generations)
 
     def train(self, seconds):
-        self.loop.drive(self.engines.train(seconds))
+        self.loop.complete(self.engines.train(seconds))
 
     def next(self):
         """The next response."""
         self.open = {generation for generation in self.open if not generation.cancelled()}
-        (ended,), self.open = self.loop.drive(asyncio.wait(self.open, return_when=asyncio.FIRST_COMPLETED))
+        (ended,), self.open = self.loop.complete(asyncio.wait(self.open, return_when=asyncio.FIRST_COMPLETED))
         return ended.result()
 
     def ends(self, number):

@@ -47,22 +47,22 @@ def test_a_cancelled_response_gives_its_place_to_the_next(asked):
     assert not simulation.generations[0].cancel()
     assert simulation.ends(2) == [(2, 3 + 24.0), (1, 27 + 2.0)]
     with pytest.raises(RuntimeError, match="every task waits, and no request is open"):
-        simulation.loop.drive(asyncio.Event().wait())
+        simulation.loop.complete(asyncio.Event().wait())
 
 
 def test_a_timer_ends_in_simulated_time_however_late_it_is(asked):
     simulation = asked([])
     for clock, seconds in ((0.0, 0.1), (1e5, 2e5), (1e9, 0.1), (1e12, 1e5)):
         simulation.engines.clock = clock
-        simulation.loop.drive(asyncio.sleep(seconds))
+        simulation.loop.complete(asyncio.sleep(seconds))
         assert simulation.engines.clock == pytest.approx(clock + seconds, rel=1e-14)
 
 
 def test_what_runs_beside_takes_no_simulated_time(asked):
     simulation = asked([4])
-    assert simulation.loop.drive(beside(lambda: 7)) == 7
+    assert simulation.loop.complete(beside(lambda: 7)) == 7
     with pytest.raises(ZeroDivisionError):
-        simulation.loop.drive(beside(lambda: 1 // 0))
+        simulation.loop.complete(beside(lambda: 1 // 0))
     assert simulation.ends(1) == [(0, 8.0)]
 
 

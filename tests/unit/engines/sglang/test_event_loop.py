@@ -37,7 +37,7 @@ def test_what_is_raised_meanwhile_cancels_the_work_and_waits_for_its_end(thread)
             raise Told
 
     with pytest.raises(Told):
-        thread.drive(work(), meanwhile)
+        thread.complete(work(), meanwhile)
     assert ended == ["cancelled"]
 
 
@@ -46,7 +46,7 @@ def test_what_is_raised_before_the_work_begins_leaves_nothing_behind(thread):
         raise Told
 
     with pytest.raises(Told):
-        thread.drive(asyncio.sleep(DEADLINE_S), meanwhile)
+        thread.complete(asyncio.sleep(DEADLINE_S), meanwhile)
     thread.run(asyncio.sleep(0))
     assert not asyncio.all_tasks(thread.loop)
 
@@ -59,7 +59,7 @@ async def fails(error):
 @pytest.mark.parametrize("error", [TimeoutError, KeyError])
 def test_what_the_work_raises_is_raised(thread, error):
     with pytest.raises(error, match="scripted"):
-        thread.drive(fails(error), lambda: None)
+        thread.complete(fails(error), lambda: None)
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
@@ -79,5 +79,5 @@ def test_meanwhile_is_called_again_and_again_and_the_end_is_noticed_at_once(thre
             await asyncio.sleep(0.01)
         return "done"
 
-    assert thread.drive(work(), lambda: calls.append(1)) == "done"
+    assert thread.complete(work(), lambda: calls.append(1)) == "done"
     assert len(calls) == 3
