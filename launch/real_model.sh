@@ -52,8 +52,8 @@ if [ -n "$sglang" ]; then
     [ -n "${DAPO_MEGA_API_KEY:-}" ] ||
         DAPO_MEGA_API_KEY=$("$PYTHON" -c "import secrets; print(secrets.token_hex(32))")
     export DAPO_MEGA_API_KEY
-    mega serve --model "$models" --num-engines 1 --dtype bf16 --rendezvous 127.0.0.1:21600 --python "$sglang" \
-        > "$output/engines.log" 2>&1 &
+    "$PYTHON" -W ignore -m dapo_mega serve --model "$models" --num-engines 1 --dtype bf16 --python "$sglang" \
+        --rendezvous 127.0.0.1:21600 > "$output/engines.log" 2>&1 &
     engines=$!
     trap 'kill $engines 2> /dev/null || true; wait $engines 2> /dev/null || true' EXIT
     overrides+=(rollout.placement=fleet rollout.dtype=bf16 rollout.fleet.rendezvous=127.0.0.1:21600)
