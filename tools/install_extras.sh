@@ -51,6 +51,6 @@ tokenizers=$!
     { failed "error: the extras"; kill "$verifiers" "$tokenizers" 2> /dev/null; exit 1; }
 wait "$verifiers" || { mv "$log.verifiers" "$log"; failed verifiers; rm -rf "$folder/verifiers"; }
 wait "$tokenizers" || { mv "$log.tokenizers" "$log"; failed "real tokenizers"; rm -rf "$folder/tokenizers"; }
-PYTHONPATH="$project" "$folder/bin/python" -W ignore "$project/tools/make_real_model.py" "$folder/tokenizers/smollm2" > "$log" 2>&1 ||
-    failed "a real language model"
+PYTHONPATH="$project" "$folder/bin/python" -W ignore "$project/tools/make_real_model.py" "$folder/tokenizers/smollm2" \
+    > "$log" 2>&1 || failed "a real language model"
 printf '%s' "$wanted" > "$stamp"
