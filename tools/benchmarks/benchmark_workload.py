@@ -9,6 +9,8 @@ import argparse
 import contextlib
 import io
 import json
+import random
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,18 +141,13 @@ def prepare_workload(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def write_word_problems(folder: Path, num_prompts: int) -> dict[str, dict[str, Any]]:
-    """Write so many problems, each step's prompts in the model's chat template; returns the run's section `data`."""
-    names = ("Dan", "Ann", "Tom", "Sue", "Ben", "Eva", "Jim", "Kim", "Leo", "Mia", "Ned", "Pat", "Ron", "Sam", "Ted")
-    things = (("boxes", "apples"), ("bags", "pens"), ("jars", "nuts"), ("crates", "books"))
+    """Write so many problems of the recipe `real_model`, each step's prompts; returns the run's section `data`."""
+    recipe = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "recipes" / "real_model" / "problems.py"))
+    kinds = (recipe[name] for name in ("TRAIN", "NAMES", "THINGS"))
+    rows = recipe["word_problems"](*kinds, num_prompts, random.Random(0))
     file = folder / "problems.jsonl"
-    with file.open("w") as lines:
-        for i in range(num_prompts):
-            (outer, inner), one, other = things[i % len(things)], 3 + i % 7, 2 + i % 9
-            question = (
-                f"{names[i % len(names)]} buys {one} {outer} with {other} {inner} in each. How many {inner} is that?"
-            )
-            lines.write(json.dumps({"question": question, "answer": str(one * other)}) + "\n")
-    columns = {"prompt": "question", "ground_truth": "answer"}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"prompt": "problem", "ground_truth": "answer"}
     train = {"path": str(file), "columns": columns, "template": "bare", "chat_template": True}
     return {"data": {"max_prompt_tokens": 128, "train": train}}
 
