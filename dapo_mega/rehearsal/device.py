@@ -186,7 +186,8 @@ class PretendedDevice(TorchDispatchMode):
             if func is _aten.copy_.default and not args[0].is_meta:
                 return func(args[0], self.read(args[1]))
         # An optimizer's moments would otherwise begin as zeros of this machine's memory.
-        known = _known_result(func, args, kwargs, tensors) if self.kind != "optimizer" else None
+        is_moment = self.kind == "optimizer" and func._overloadpacket in _FILLED
+        known = None if is_moment else _known_result(func, args, kwargs, tensors)
         if is_here:
             args, kwargs = _with_known_shapes(func, args, kwargs)
         result = self._run(func, args, kwargs, known)
