@@ -1,5 +1,5 @@
-"""SGLang plugin: receives all weights of an update in one call, compares them with the engine's model, and lets
-engines on CPUs be deterministic and have adapters.
+"""SGLang plugin: receives all weights of an update in one call, compares them with the engine's model, packs log-probs,
+and lets engines on CPUs be deterministic and have adapters.
 
 SGLang loads the plugin if dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
 `engine_commands.INSTALL_PLUGIN`). Servers without it get weights in SGLang's own encoding.
@@ -16,11 +16,15 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import pybase64
+
 from dapo_mega.distributed import accelerator
 from dapo_mega.distributed.event_loops import DAEMON_THREADS
 from dapo_mega.engines.sglang.weight_protocol import (
     MODEL_FIELD,
     OTHER_MODEL,
+    PACKED_LOGPROBS,
     PATIENCE,
     PROTOCOL,
     PROTOCOL_FIELD,
@@ -35,6 +39,7 @@ _MOST_NAMED = 4
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
+_ANSWERS = "sglang.srt.managers.tokenizer_manager"
 _misfits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # By model.
 _SGLANGS_LIMIT_S = 1800.0
 
@@ -49,6 +54,7 @@ def register() -> None:
         _ = updater.receive_weights_from_distributed, updater.load_weights_from_distributed, updater.end_weight_update
         _ = module.init_custom_process_group, updater.begin_weight_update
         _ = importlib.import_module(_MANAGER).SchedulerWeightUpdaterManager.end_weight_update
+        _ = importlib.import_module(_ANSWERS).TokenizerManager.add_logprob_to_meta_info
     except (ImportError, AttributeError) as error:
         logger.warning("dapo_mega cannot extend this version of SGLang (0.5.23 is tested): %s", error)
         return
@@ -68,6 +74,7 @@ def register() -> None:
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.end_weight_update", _end, HookType.AROUND)
     HookRegistry.register(f"{_MANAGER}.SchedulerWeightUpdaterManager.end_weight_update", _answer, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _announce, HookType.AFTER)
+    HookRegistry.register(f"{_ANSWERS}.TokenizerManager.add_logprob_to_meta_info", pack_logprobs, HookType.AROUND)
 
 
 def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -> Any:
@@ -96,6 +103,20 @@ def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -
         if joined.done():
             raise
         raise TimeoutError(f"the trainer at {group.get('init_method')} did not come within {limit_s:g} s") from error
+
+
+def pack_logprobs(
+    add: Callable[..., None], manager: Any, meta_info: dict[str, Any], state: Any, *arguments: Any, **named: Any
+) -> None:
+    """Add a whole response's log-probs as `PACKED_LOGPROBS` says, if its request asked for that."""
+    request = state.obj
+    custom = request.sampling_params.get("custom_params") if isinstance(request.sampling_params, dict) else None
+    if request.stream or not (isinstance(custom, dict) and custom.get(PACKED_LOGPROBS)):
+        add(manager, meta_info, state, *arguments, **named)
+    elif named.get("finished"):
+        ids = np.array(state.output_token_logprobs_idx, np.int32)
+        logprobs = np.array(state.output_token_logprobs_val, np.float32)
+        meta_info["output_token_logprobs"] = pybase64.b64encode(ids.tobytes() + logprobs.tobytes()).decode()
 
 
 def _begin(_: None, updater: Any) -> None:

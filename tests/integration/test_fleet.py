@@ -1,5 +1,6 @@
 """DAPO runs through real SGLang engines, and the faults that engines and trainers have."""
 
+import base64
 import json
 import logging
 import math
@@ -29,7 +30,7 @@ from dapo_mega.engines.sglang.engine_client import EngineClient
 from dapo_mega.engines.sglang.engine_commands import Node, router_command, router_environment
 from dapo_mega.engines.sglang.registry import EngineRegistry
 from dapo_mega.engines.sglang.serving import ProcessGroup
-from dapo_mega.engines.sglang.weight_protocol import limited_group
+from dapo_mega.engines.sglang.weight_protocol import PACKED_LOGPROBS, limited_group
 from dapo_mega.errors import FleetError
 from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
@@ -109,13 +110,20 @@ def test_nothing_is_answered_without_the_key(two_engines, path, body):
         assert call(url, path, body, key=API_KEY + "x")[0] == 401
 
 
-def test_engines_answer_token_ids_with_the_key(two_engines):
+def test_engines_answer_token_ids_with_the_key_and_pack_log_probs_if_asked(two_engines):
+    greedy = {**SAMPLING, "temperature": 0.0}
+    packed = {**greedy, "custom_params": {PACKED_LOGPROBS: True}}
     for url in two_engines.launcher.urls:
-        body = {"input_ids": [5, 6, 7], "sampling_params": SAMPLING, "return_logprob": True}
+        body = {"input_ids": [5, 6, 7], "sampling_params": greedy, "return_logprob": True}
         status, answer = call(url, "/generate", body)
         assert status == 200
-        assert len(answer["output_ids"]) == 8
-        assert [entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
+        logprobs, ids, _ = zip(*answer["meta_info"]["output_token_logprobs"], strict=True)
+        assert list(ids) == answer["output_ids"]
+        assert len(ids) == 8
+        again = call(url, "/generate", {**body, "sampling_params": packed})[1]
+        found = base64.b64decode(again["meta_info"]["output_token_logprobs"])
+        assert np.frombuffer(found[:32], np.int32).tolist() == again["output_ids"] == answer["output_ids"]
+        assert np.frombuffer(found[32:], np.float32) == pytest.approx(logprobs, abs=1e-5)
 
 
 def test_a_stop_token_ends_a_response_although_no_tokenizer_is_loaded(two_engines):

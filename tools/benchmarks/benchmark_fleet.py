@@ -258,9 +258,11 @@ async def _through_client(urls: Sequence[str], requests: Sequence[GenerationRequ
 
 
 async def _through_aiohttp(urls: Sequence[str], requests: Sequence[GenerationRequest]) -> Duration:
-    """The same calls from as many loops as places, whose answers are parsed and thrown away."""
+    """The same calls from as many loops as places, whose answers, in SGLang's own form, are parsed and thrown away."""
     payloads = [generate_payload(request, [], f"{request.request_id}.") for request in requests]
-    bodies = [{**payload, "input_ids": list(map(int, payload["input_ids"]))} for payload in payloads]
+    bodies = [{**payload, "input_ids": payload["input_ids"].tolist()} for payload in payloads]
+    for body in bodies:
+        del body["sampling_params"]["custom_params"]
 
     async def place(url: str, waiting: Iterator[dict[str, Any]]) -> None:
         for payload in waiting:

@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import functools
 import json
 import re
 
 import numpy as np
 
+from dapo_mega.engines.sglang.weight_protocol import PACKED_LOGPROBS
+
 _VOCABULARY = 150_000
 
 
 @functools.cache
-def answer(num_tokens: int) -> bytes:
-    """An HTTP response with `num_tokens` tokens and their log-probs."""
+def answer(num_tokens: int, is_packed: bool) -> bytes:
+    """An HTTP response with `num_tokens` tokens and their log-probs, packed as the plugin packs them or not."""
     draw = np.random.default_rng(num_tokens)
     tokens = draw.integers(4, _VOCABULARY, num_tokens).tolist()
-    logprobs = (-draw.exponential(size=num_tokens)).astype(np.float32).tolist()
+    logprobs = (-draw.exponential(size=num_tokens)).astype(np.float32)
+    triples = [[logprob, token, None] for logprob, token in zip(logprobs.tolist(), tokens, strict=True)]
     meta_info = {
         "id": "0",
         "finish_reason": {"type": "length", "length": num_tokens},
         "completion_tokens": num_tokens,
         "weight_version": "0",
         "weight_versions": [{"version": "0", "start": 0, "end": num_tokens}],
-        "output_token_logprobs": [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)],
+        "output_token_logprobs": base64.b64encode(logprobs.tobytes()).decode() if is_packed else triples,
     }
     body = json.dumps({"text": "", "output_ids": tokens, "meta_info": meta_info}).encode()
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
@@ -51,8 +55,9 @@ class _Connection(asyncio.Protocol):
             if len(self._received) < end:
                 return
             asked = re.search(rb'"max_new_tokens": ?(\d+)', self._received[:end])
+            is_packed = PACKED_LOGPROBS.encode() in self._received[:end]
             del self._received[:end]
-            self._transport.write(answer(int(asked[1]) if asked else 0))
+            self._transport.write(answer(int(asked[1]) if asked else 0, is_packed))
 
 
 async def _serve(num_engines: int) -> None:

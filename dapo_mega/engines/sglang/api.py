@@ -14,6 +14,7 @@ import numpy as np
 import pybase64
 
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion
+from dapo_mega.engines.sglang.weight_protocol import PACKED_LOGPROBS
 from dapo_mega.models import Architecture
 from dapo_mega.types import (
     FinishReason,
@@ -102,6 +103,7 @@ def generate_payload(
         "max_new_tokens": sampling.max_new_tokens - sum(len(part.token_ids) for part in parts),
         # Used only by servers with --enable-deterministic-inference.
         "sampling_seed": int.from_bytes(seed.digest(), "little") >> 1,  # 63 bits.
+        "custom_params": {PACKED_LOGPROBS: True},  # Read only by servers with the plugin.
     }
     if sampling.stop_token_ids:
         parameters["stop_token_ids"] = list(sampling.stop_token_ids)
@@ -170,7 +172,7 @@ def parse_answer(
         raise MalformedAnswer(
             "token_count", f"it has {len(token_ids)} tokens but says {meta_info['completion_tokens']}"
         )
-    logprobs = _logprobs(meta_info, output_ids)
+    logprobs = _logprobs(meta_info, output_ids, token_ids)
     limit = request.sampling.max_new_tokens - sum(len(part.token_ids) for part in parts)
     finish = _finish(meta_info, output_ids, request.sampling.stop_token_ids, limit)
     spans, routes = _version_spans(meta_info, len(token_ids), versions), no_routes()
@@ -264,13 +266,19 @@ def _float32(triples: Any, token_ids: list[int], name: str, *, start: int = 0, o
         return values.astype(np.float32)
 
 
-def _logprobs(meta_info: dict[str, Any], output_ids: list[int]) -> LogProbs:
-    """[L], from triples of log-prob, token id and null."""
-    triples = meta_info.get("output_token_logprobs")
-    if not isinstance(triples, list) or len(triples) != len(output_ids):
-        count = len(triples) if isinstance(triples, list) else "no"
-        raise MalformedAnswer("logprobs", f"it has {count} log-probs for {len(output_ids)} tokens")
-    values = _float32(triples, output_ids, "its log-probs")
+def _logprobs(meta_info: dict[str, Any], output_ids: list[int], token_ids: TokenIds) -> LogProbs:
+    """[L], from what `PACKED_LOGPROBS` says or triples of log-prob, token id and null."""
+    found = meta_info.get("output_token_logprobs")
+    packed = pybase64.b64decode(found, validate=True) if isinstance(found, str) else None
+    count = len(packed) / 8 if packed is not None else len(found) if isinstance(found, list) else "no"
+    if count != len(token_ids):
+        raise MalformedAnswer("logprobs", f"it has {count} log-probs for {len(token_ids)} tokens")
+    if packed is None:
+        values = _float32(found, output_ids, "its log-probs")
+    elif packed.startswith(token_ids.tobytes()):
+        values = np.frombuffer(packed, np.float32)[len(token_ids) :]
+    else:
+        raise MalformedAnswer("logprobs", "its log-probs are those of other tokens")
     if len(values) and not (values.min() > -np.inf and values.max() <= _MAX_ROUNDING):
         raise MalformedAnswer("logprobs", "its log-probs are missing, not finite or above 0")
     return np.minimum(values, np.float32(0.0))

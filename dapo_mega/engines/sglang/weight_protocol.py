@@ -1,5 +1,5 @@
 """What trainer and `dapo_mega.sglang_plugin` agree on: the plan of an update, the groups in which it comes, and the
-encoding of its buckets.
+encoding of its buckets; and how answers say log-probs.
 
 chunks     several chunks; each holds the bytes of some of the bucket's tensors, one after the other
 changes    two chunks: the number of bytes in the second one, and the second one: first the number of values sent
@@ -37,6 +37,9 @@ OTHER_MODEL = "its model is not the policy's"
 """The start of an engine's error when the weights sent are another model's."""
 ADAPTER = "policy"
 """What engines call the adapter that updates bring, and requests name."""
+PACKED_LOGPROBS = "dapo_mega_packed_logprobs"
+"""The custom parameter of a request whose log-probs are to come as base64, of its tokens in int32 and then of their
+log-probs in float32. In place of SGLang's triples that is 11 bytes a token of 40 to read."""
 PATIENCE = 4
 """So many time limits of a part of an update a broadcast waits for its other end: an engine that waits for a sender
 that waits for an engine that hangs must not fail with that one."""

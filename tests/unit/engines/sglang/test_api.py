@@ -5,6 +5,7 @@ import contextlib
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from dapo_mega.engines.sglang.api import (
     unfit,
 )
 from dapo_mega.engines.sglang.versions import VersionRange, WeightVersion, run_name
+from dapo_mega.sglang_plugin import pack_logprobs
 from dapo_mega.types import GenerationRequest, SamplingParams
 
 VOCAB_SIZE = 50
@@ -45,6 +47,18 @@ def answer(ids, kind="length", spans=None, logprobs=None, **meta):
     }
 
 
+def packed(logprobs, ids):
+    """As the plugin adds them to an answer."""
+    state = SimpleNamespace(
+        obj=SimpleNamespace(sampling_params=generate_payload(REQUEST, [], "r.")["sampling_params"], stream=False),
+        output_token_logprobs_val=logprobs,
+        output_token_logprobs_idx=ids,
+    )
+    meta_info = {}
+    pack_logprobs(pytest.fail, None, meta_info, state, 0, None, False, finished=True)
+    return meta_info["output_token_logprobs"]
+
+
 def parsed(body, parts=(), versions=(2, 2), request=REQUEST, run=""):
     return parse_answer(body, request, parts, VOCAB_SIZE, VersionRange(run, *versions))
 
@@ -67,6 +81,7 @@ def test_a_payload_asks_for_the_sampled_tokens_log_probs_and_nothing_more():
             "top_k": -1,
             "max_new_tokens": 4,
             "stop_token_ids": [9],
+            "custom_params": {"dapo_mega_packed_logprobs": True},
         },
         "return_logprob": True,
     }
@@ -109,9 +124,11 @@ def test_greedy_top_k_and_no_stop_tokens_are_said_in_sglangs_words():
     ],
 )
 def test_a_good_answer_is_taken_as_it_is(ids, kind, finish):
+    logprobs = [-0.5 - i for i in range(len(ids))]
     completion = parsed(answer(ids, kind))
     assert completion.token_ids.tolist() == ids
-    assert completion.logprobs.tolist() == [-0.5 - i for i in range(len(ids))]
+    assert completion.logprobs.tolist() == logprobs
+    assert parsed(answer(ids, kind, output_token_logprobs=packed(logprobs, ids))).logprobs.tolist() == logprobs
     assert completion.finish == finish
     assert completion.version_spans == (((2, len(ids)),) if ids else ())
 
@@ -157,6 +174,18 @@ def test_the_length_limit_counts_the_parts():
         (answer([1, 2, 3, 4], logprobs=[-1.0, math.nan, -1.0, -1.0]), "logprobs"),
         (answer([1, 2, 3, 4], logprobs=[-1.0, -math.inf, -1.0, -1.0]), "logprobs"),
         (answer([1, 2, 3, 4], logprobs=[-1.0, 0.01, -1.0, -1.0]), "logprobs"),
+        *(
+            (answer([1, 2], "stop", output_token_logprobs=packed(logprobs, ids)), "logprobs")
+            for logprobs, ids in (
+                ([-1.0], [1]),
+                ([-1.0, -1.0], [2, 1]),
+                ([-1.0, math.nan], [1, 2]),
+                ([-1.0, -math.inf], [1, 2]),
+                ([-1.0, 0.01], [1, 2]),
+            )
+        ),
+        (answer([1, 2], "stop", output_token_logprobs=packed([-1.0, -1.0], [1, 2])[:-2]), "malformed"),
+        (answer([1, 2], "stop", output_token_logprobs=packed([-1.0, -1.0], [1, 2])[:-4]), "logprobs"),
         (answer([1, 2, 3, 4], spans=[("1", 0, 4)]), "version"),
         (answer([1, 2, 3, 4], spans=[("2", 0, 2), ("3", 2, 4)]), "version"),
         (answer([1, 2, 3, 4], spans=[("default", 0, 4)]), "version"),
