@@ -28,6 +28,7 @@ def answer(num_tokens: int, is_packed: bool) -> bytes:
     draw = np.random.default_rng(num_tokens)
     tokens = draw.integers(4, _VOCABULARY, num_tokens).tolist()
     logprobs = (-draw.exponential(size=num_tokens)).astype(np.float32)
+    packed = base64.b64encode(np.array(tokens, np.int32).tobytes() + logprobs.tobytes()).decode()
     triples = [[logprob, token, None] for logprob, token in zip(logprobs.tolist(), tokens, strict=True)]
     meta_info = {
         "id": "0",
@@ -35,7 +36,7 @@ def answer(num_tokens: int, is_packed: bool) -> bytes:
         "completion_tokens": num_tokens,
         "weight_version": "0",
         "weight_versions": [{"version": "0", "start": 0, "end": num_tokens}],
-        "output_token_logprobs": base64.b64encode(logprobs.tobytes()).decode() if is_packed else triples,
+        "output_token_logprobs": packed if is_packed else triples,
     }
     body = json.dumps({"text": "", "output_ids": tokens, "meta_info": meta_info}).encode()
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
