@@ -7,10 +7,12 @@ import subprocess
 
 import pandas as pd
 import pytest
+from transformers.models.llama import modeling_llama
 
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.metrics import read_metrics
 from dapo_mega.training.run import run_training
+from tests.distributed.tiny import make_llama_model
 
 from .runs import REPOSITORY
 
@@ -51,6 +53,28 @@ def test_answers_are_those_of_the_sentences(data):
             first, second = map(int, re.findall(r"\d+", problem))
             assert int(answer) == {"*": first * second, "+": first + second, "-": first - second}[sign], problem
             assert int(answer) > 0
+
+
+def test_what_is_rounded_alone_differs_less_than_all(tmp_path, monkeypatch, capsys):
+    model = make_llama_model(tmp_path / "model", vocab_size=64)
+    response = {
+        "prompt_index": 0,
+        "prompt_ids": [5, 6, 7],
+        "token_ids": list(range(8, 60)),
+        "engine_logprobs": [0.0] * 52,
+    }
+    pd.DataFrame([response]).to_parquet(tmp_path / "evaluation.parquet")
+    monkeypatch.setattr("sys.argv", ["rounding.py", str(model), str(tmp_path / "evaluation.parquet")])
+    rotate = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
+    runpy.run_path(str(RECIPE / "rounding.py"), run_name="__main__")
+    found = {
+        name: float(mean) for name, mean in re.findall(r"^(.+): ([\d.]+) nats", capsys.readouterr().out, re.MULTILINE)
+    }
+    alone = [mean for name, mean in found.items() if name.startswith("only")]
+    assert len(alone) == 7
+    assert all(0 < mean < found["all"] for mean in alone)
+    assert found["all"] == pytest.approx(found["transformers in bf16"], rel=0.5)
 
 
 def test_a_fact_is_right_that_the_first_sentence_names():
