@@ -21,6 +21,7 @@ COMMANDS = {
     "show-samples": "make a page of what the model said",
     "replay-step": "train on a recorded step again and say what differs",
     "evaluate": "measure a model on benchmarks: avg@k, pass@k and maj@k",
+    "regrade": "score saved responses again by another reward",
     "convert": "convert, reshard, verify and inspect checkpoints",
     "explain": "what a configuration key, a metric or a method means",
     "compare": "what training changed: evaluations side by side",
