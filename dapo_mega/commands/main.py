@@ -14,6 +14,7 @@ COMMANDS = {
     "rehearse": "run a step as every rank of a run of any size, on this CPU",
     "serve": "start this machine's SGLang rollout engines",
     "control": "command a run from a process of its own, for trainers that may die and come back",
+    "rejection-sample": "keep a model's own correct responses, to fine-tune on",
     "sft": "fine-tune a model on demonstrations",
     "train": "train a policy with DAPO",
     "ablate": "repeat the paper's Table 1 and compare all methods",
@@ -35,7 +36,7 @@ def main() -> None:
 
 
 def usage() -> str:
-    listed = "\n".join(f"  {name:14s}{text}" for name, text in COMMANDS.items())
+    listed = "\n".join(f"  {name:17s}{text}" for name, text in COMMANDS.items())
     return (
         f"usage: dapo-mega COMMAND ...\n\n{listed}\n\n"
         "dapo-mega COMMAND --help lists a command's arguments. train, sft and replay-step run in one process, with\n"
