@@ -15,7 +15,7 @@ from dapo_mega.config import RunConfig
 from dapo_mega.config.files import configured
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.settings import evaluation_settings
-from dapo_mega.rewards import ScoringFailure
+from dapo_mega.rewards import ComposedReward, ScoringFailure
 from dapo_mega.rewards.build import make_reward
 from dapo_mega.rollout.scoring import record_of
 from dapo_mega.samples.files import write_tables
@@ -23,7 +23,9 @@ from dapo_mega.samples.reading import read_account
 from dapo_mega.samples.table import account_of, errors_of_reading, metadata_of, trajectory_of
 from dapo_mega.types import Prompt
 
-_BATCH_ROWS = 1024
+_BATCH_ROWS = 256
+_UNREAD = ("tokens", "trainer_logprobs", "update_logprobs", "advantages")
+"""Long columns that no reward reads."""
 _NEW = ("answer", "correct", "reward", "accuracy_reward", "parts")
 _REMEDY = "give files of samples that are whole"
 
@@ -85,8 +87,8 @@ def regrade(config: RunConfig, source: Path, target: Path, num_shown: int, found
     """Write the responses of the file of samples `source` to `target` with the verdicts of the reward of `config`, and
     add what changed to `found`, which keeps `num_shown` examples at most; returns the settings of the new file.
 
-    All other columns stay as they are: rewards and advantages that a step was trained with do not follow. Columns of
-    the dataset are not in samples, so the reward's records have no `fields`. Raises InputError.
+    All columns but those of the verdict stay, also the advantages that a step was trained with. Columns of the dataset
+    are not in samples, so the reward's records have no `fields`. Raises InputError.
     """
     with errors_of_reading(source, _REMEDY):
         file = pq.ParquetFile(source, page_checksum_verification=True)
@@ -95,34 +97,35 @@ def regrade(config: RunConfig, source: Path, target: Path, num_shown: int, found
     settings = {**account.get("settings", {}), "grader": evaluation_settings(config)["grader"]}
     columns = file.schema_arrow.with_metadata(metadata_of({**account, "settings": settings}))
     with file, contextlib.closing(make_reward(config, for_evaluation=is_evaluation)) as reward:
-
-        def tables() -> Iterator[pa.Table]:
-            for batch in file.iter_batches(_BATCH_ROWS):
-                rows = batch.to_pylist()
-                trajectories = [trajectory_of(row) for row in rows]
-                records = [
-                    record_of(_prompt(row), trajectory, row["response"] or "")
-                    for row, trajectory in zip(rows, trajectories, strict=True)
-                ]
-                new: dict[str, list[Any]] = {name: [] for name in _NEW}
-                for row, score in zip(rows, reward.score(records), strict=True):
-                    if isinstance(score, ScoringFailure):
-                        found.failure = found.failure or score.reason
-                        values: tuple[Any, ...] = (None,) * len(_NEW)
-                    else:
-                        parts = [{"name": name, "value": value} for name, value in score.parts.items()]
-                        values = (score.answer, score.correct, score.reward, score.score, parts)
-                    for name, value in zip(_NEW, values, strict=True):
-                        new[name].append(value)
-                    _note(row, values[0], values[1], num_shown, found)
-                table = pa.Table.from_batches([batch]).replace_schema_metadata(columns.metadata)
-                for name in _NEW:
-                    column = pa.array(new[name], columns.field(name).type)
-                    table = table.set_column(columns.get_field_index(name), columns.field(name), column)
-                yield table
-
-        write_tables(target, columns, tables())
+        tables = (_scored(table, reward, num_shown, found) for table in _tables(file, source))
+        write_tables(target, columns, (table.replace_schema_metadata(columns.metadata) for table in tables))
     return settings
+
+
+def _scored(table: pa.Table, reward: ComposedReward, num_shown: int, found: Regraded) -> pa.Table:
+    rows = table.drop_columns(list(_UNREAD)).to_pylist()
+    records = [record_of(_prompt(row), trajectory_of(row), row["response"] or "") for row in rows]
+    new: dict[str, list[Any]] = {name: [] for name in _NEW}
+    for row, score in zip(rows, reward.score(records), strict=True):
+        if isinstance(score, ScoringFailure):
+            found.failure = found.failure or score.reason
+            values: tuple[Any, ...] = (None,) * len(_NEW)
+        else:
+            parts = [{"name": name, "value": value} for name, value in score.parts.items()]
+            values = (score.answer, score.correct, score.reward, score.score, parts)
+        for name, value in zip(_NEW, values, strict=True):
+            new[name].append(value)
+        _note(row, values[0], values[1], num_shown, found)
+    for name in _NEW:
+        kind = table.schema.field(name).type
+        table = table.set_column(table.schema.get_field_index(name), name, pa.array(new[name], kind))
+    return table
+
+
+def _tables(file: pq.ParquetFile, source: Path) -> Iterator[pa.Table]:
+    with errors_of_reading(source, _REMEDY):
+        for batch in file.iter_batches(_BATCH_ROWS):
+            yield pa.Table.from_batches([batch])
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:

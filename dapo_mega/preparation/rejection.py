@@ -80,6 +80,8 @@ def rejection_sample(config: RunConfig, source: Path, output: Path, options: Kee
     InputError for what cannot be used, and FleetError if engines are gone or did not answer.
     """
     check_range(options.pass_rates)
+    if not 0 <= options.min_distance <= 1:
+        raise InputError(f"an n-gram distance is from 0 to 1, and {options.min_distance:g} is given")
     prepared.check_folder(output, force=options.force)
     if config.reward.for_evaluation().deciding is None and (options.rule != "best" or options.pass_rates != (0.0, 1.0)):
         raise InputError("the reward does not say which responses are correct; only --keep best does without that")
@@ -97,7 +99,7 @@ def rejection_sample(config: RunConfig, source: Path, output: Path, options: Kee
         **asking_settings(config),
         "dataset_sha256": parent.data.sha256,
         "num_problems": len(short),
-        "k": config.evaluation.responses_per_prompt,
+        "k": options.samples,
     }
     folder, path = responses_folder(output), Path(config.model.path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,7 @@ def rejection_sample(config: RunConfig, source: Path, output: Path, options: Kee
                 },
                 versions=installed_versions(DECIDING_PACKAGES),
                 details={
-                    **pass_rate_summary(rates, task.settings["k"]),
+                    **pass_rate_summary(rates, options.samples),
                     "long_prompts": len(prompts) - len(short),
                     "prompts_by_kept_responses": {str(n): kept[n] for n in sorted(kept)},
                 },
@@ -152,8 +154,6 @@ def rejection_sample(config: RunConfig, source: Path, output: Path, options: Kee
 def _as_evaluation(config: RunConfig, samples: int) -> RunConfig:
     """The configuration whose evaluation samples as its rollout does."""
     sampling = config.rollout.model_dump(include={"temperature", "top_p", "top_k"})
-    if samples > 1 and not config.rollout.temperature:
-        raise InputError(f"temperature 0 gives one response {samples} times; set a temperature, or --samples 1")
     evaluation = config.evaluation.model_copy(update={"samples_per_prompt": samples, **sampling})
     data = config.data.model_copy(update={"evaluation": dataset_of(config)})
     return config.model_copy(update={"evaluation": evaluation, "data": data})

@@ -1,5 +1,6 @@
 """A model's own responses kept as a dataset: which, what the rows are, and that nothing is asked twice."""
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from dapo_mega.config.preparation import DecontaminationConfig
 from dapo_mega.data import load_tokenizer
 from dapo_mega.data.prompts import load_demonstrations
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
-from dapo_mega.errors import InputError
+from dapo_mega.errors import FleetError, InputError
 from dapo_mega.preparation.contamination import EvaluationIndex, EvaluationProblem
 from dapo_mega.preparation.output import new_dataset, read_dataset
 from dapo_mega.preparation.rejection import KeepOptions, choose, responses_folder
@@ -20,6 +21,7 @@ from dapo_mega.preparation.rejection import rejection_sample as sample
 from dapo_mega.samples.files import samples_folder
 from dapo_mega.types import Prompt
 from tests.distributed.launching import REPOSITORY, start_script
+from tests.unit.engines.sglang.scripted_server import KEY, Servers, serve_model
 
 from .test_difficulty import make_model
 
@@ -142,6 +144,30 @@ def test_a_killed_command_continues_and_asks_nothing_twice(made, whole, asked, t
         assert (output / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+def test_engines_are_asked_and_what_failed_is_asked_again(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("DAPO_MEGA_API_KEY", KEY * 4)
+    group = Servers(1)
+    try:
+        (engine,) = group.engines
+        serve_model(engine, made / "model")
+        engine.api_key = KEY * 4
+        faults = ["error_500"]
+        engine.fault = lambda payload: faults.pop() if faults and "logprob_start_len" not in payload else None
+        more = ["--urls", group.urls[0], "--keep", "best", "--extraction", "none"]
+        given = arguments(made, tmp_path / "out", *more, "--samples", 2)
+        given[given.index("--set") :] = ["--set", "rollout.max_attempts=1", "rollout.fleet.wait_limit_s=120"]
+        with pytest.raises(FleetError, match="lacks responses that could not be had; the same command asks for these"):
+            rejection_sample.main(given)
+        num_asked = len(engine.payloads)
+        with contextlib.suppress(InputError):  # Whether any is right is not the question.
+            rejection_sample.main(given)
+        assert len(saved(tmp_path / "out")) == 2 * NUM_PROMPTS
+        again = [payload for payload in engine.payloads[num_asked:] if "logprob_start_len" not in payload]
+        assert len(again) == 1
+    finally:
+        group.close()
+
+
 def test_the_saved_responses_are_regraded_and_more_are_drawn(made, asked, tmp_path, capsys):
     output = tmp_path / "out"
     run(made, output)
@@ -211,8 +237,8 @@ def test_what_cannot_be_used_is_one_line(made, whole, tmp_path):
         sample(run_file, made / "source", tmp_path / "out", options)
     with pytest.raises(InputError, match="holds a prepared dataset already; use --force"):
         run(made, whole)
-    with pytest.raises(InputError, match="temperature 0 gives one response 6 times"):
-        run(made, tmp_path / "out", "--temperature", 0)
+    with pytest.raises(InputError, match="an n-gram distance is from 0 to 1, and 2 is given"):
+        run(made, tmp_path / "out", "--min-distance", 2)
     with pytest.raises(InputError, match=r"temperature was 1\.0 and is 0\.5"):
         run(made, whole, "--force", "--temperature", 0.5)
     assert not Path(tmp_path / "out").exists()
