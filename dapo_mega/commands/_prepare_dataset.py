@@ -63,7 +63,7 @@ def _recipe(options: argparse.Namespace) -> "PreparationConfig":
     files = [text for text in options.inputs if text not in overrides]
     if bool(files) == bool(options.config):
         raise InputError("give the sources as FILE or in a recipe with --config, and not both")
-    raw = read_yaml(options.config) if options.config else {"sources": _named(files)}
+    raw = read_yaml(options.config) if options.config else {"sources": named(files)}
     columns = {"prompt": options.prompt_column, "ground_truth": options.answer_column}
     given = {key: value for key, value in columns.items() if value}
     if options.config and (given or options.answer_style):
@@ -75,12 +75,12 @@ def _recipe(options: argparse.Namespace) -> "PreparationConfig":
     config = configured(PreparationConfig, raw, overrides, options.config.parent if options.config else Path())
     if options.decontaminate:
         sets = config.decontamination.model_dump()
-        sets["sets"] = {**sets["sets"], **_named(options.decontaminate)}
+        sets["sets"] = {**sets["sets"], **named(options.decontaminate)}
         config = configured(PreparationConfig, {**config.model_dump(), "decontamination": sets}, [])
     return config
 
 
-def _named(paths: list[str]) -> dict[str, Any]:
+def named(paths: list[str]) -> dict[str, Any]:
     """Sections with these paths, under the names of the files."""
     named: dict[str, Any] = {}
     for path in paths:

@@ -20,15 +20,22 @@ _KEYS = {
 
 
 def add_difficulty(command: argparse.ArgumentParser) -> None:
+    add_asking(command)
+    add = command.add_argument
+    add("--samples", type=at_least_one, default=8, metavar="K", help="responses per prompt (%(default)s)")
+    add("--keep", default="0..1", metavar="A..B", help="pass rates to keep (%(default)s)")
+    add("--column", default="difficulty", help="name of the pass rate's column (%(default)s)")
+    command.set_defaults(run=difficulty)
+
+
+def add_asking(command: argparse.ArgumentParser) -> None:
+    """Add the prepared dataset, where the result goes, and how the model is asked."""
     add = command.add_argument
     add("source", type=Path, help="folder of a prepared dataset, with its card.json")
     add_prepared_output(command)
     add("--config", type=Path, help="YAML file of a run whose model, template and reward count")
     add("--model", help="folder of a Hugging Face checkpoint")
     add("--urls", help="URLs of SGLang engines that hold this model, with commas between")
-    add("--samples", type=at_least_one, default=8, metavar="K", help="responses per prompt (%(default)s)")
-    add("--keep", default="0..1", metavar="A..B", help="pass rates to keep (%(default)s)")
-    add("--column", default="difficulty", help="name of the pass rate's column (%(default)s)")
     add("--template", help="instruction around the problem (dapo)")
     add("--extraction", help="where answers are looked for (dapo)")
     add("--max-response-tokens", help="longest response (1024)")
@@ -37,12 +44,12 @@ def add_difficulty(command: argparse.ArgumentParser) -> None:
     add("--seed", help="seed of all samples (0)")
     add("--set", nargs="+", default=[], metavar="section.key=value", help="any other key of a run, as for train")
     add("--drop-failed", action="store_true", help="leave out prompts whose responses failed")
-    command.set_defaults(run=difficulty)
 
 
 def difficulty(options: argparse.Namespace) -> None:
-    config = _config(options)
-    from dapo_mega.preparation.difficulty import DifficultyOptions, measure_difficulty, parse_range
+    config = asking_config(options)
+    from dapo_mega.preparation.asking import parse_range
+    from dapo_mega.preparation.difficulty import DifficultyOptions, measure_difficulty
 
     measuring = DifficultyOptions(
         samples=options.samples,
@@ -62,7 +69,7 @@ def difficulty(options: argparse.Namespace) -> None:
     )
 
 
-def _config(options: argparse.Namespace) -> "RunConfig":
+def asking_config(options: argparse.Namespace) -> "RunConfig":
     """The run's configuration: of a file or of defaults, then flags, then overrides."""
     from dapo_mega.config import RunConfig, load_config
     from dapo_mega.config.files import configured
@@ -83,5 +90,5 @@ def _config(options: argparse.Namespace) -> "RunConfig":
         "batch": {"tokens_per_microbatch": 2**31},
     }
     if not any(override.startswith("model.path=") for override in overrides):
-        raise InputError("prepare difficulty needs --model FOLDER, or --config with a run's file")
+        raise InputError("give --model FOLDER, or --config with a run's file")
     return configured(RunConfig, defaults, overrides)

@@ -14,6 +14,7 @@ COMMANDS = {
     "rehearse": "run a step as every rank of a run of any size, on this CPU",
     "serve": "start this machine's SGLang rollout engines",
     "control": "command a run from a process of its own, for trainers that may die and come back",
+    "rejection-sample": "keep a model's own correct responses, to fine-tune on",
     "sft": "fine-tune a model on demonstrations",
     "train": "train a policy with DAPO",
     "ablate": "repeat the paper's Table 1 and compare all methods",
@@ -21,6 +22,7 @@ COMMANDS = {
     "show-samples": "make a page of what the model said",
     "replay-step": "train on a recorded step again and say what differs",
     "evaluate": "measure a model on benchmarks: avg@k, pass@k and maj@k",
+    "regrade": "score saved responses again by another reward",
     "convert": "convert, reshard, verify and inspect checkpoints",
     "explain": "what a configuration key, a metric or a method means",
     "compare": "what training changed: evaluations side by side",
@@ -34,7 +36,7 @@ def main() -> None:
 
 
 def usage() -> str:
-    listed = "\n".join(f"  {name:14s}{text}" for name, text in COMMANDS.items())
+    listed = "\n".join(f"  {name:17s}{text}" for name, text in COMMANDS.items())
     return (
         f"usage: dapo-mega COMMAND ...\n\n{listed}\n\n"
         "dapo-mega COMMAND --help lists a command's arguments. train, sft and replay-step run in one process, with\n"

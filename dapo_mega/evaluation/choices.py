@@ -118,8 +118,9 @@ def record(
     }
 
 
-def refuse_differences(file: Path, now: Mapping[str, Any]) -> None:
-    """Raises InputError where the record in `file`, of an earlier start, is another one."""
+def refuse_differences(file: Path, now: Mapping[str, Any], *, may_grow: bool) -> None:
+    """Raises InputError where the record in `file`, of an earlier start, is another one. `may_grow`: k may be larger
+    now."""
     try:
         old, new = flat(json.loads(file.read_text())), flat(now)
     except (OSError, ValueError) as error:
@@ -128,6 +129,7 @@ def refuse_differences(file: Path, now: Mapping[str, Any]) -> None:
         f"{name} was {old.get(name)} and is {new.get(name)}"
         for name in {**old, **new}
         if name not in _FREE and old.get(name) != new.get(name)
+        if not (name == "k" and may_grow and old.get(name, 0) < new["k"])
     ]
     if found:
         raise InputError(

@@ -4,12 +4,12 @@ While an evaluation is under way its responses are in `samples/parts`, a file fo
 another; a file gets its name when all of it is on disk. Finished, they are joined to one file of the samples format.
 """
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -17,7 +17,7 @@ from dapo_mega.evaluation.evaluator import EvaluatedResponse
 from dapo_mega.samples.files import file_of, samples_folder, write_table, write_tables
 from dapo_mega.samples.pieces import TokenPieces
 from dapo_mega.samples.rows import FORMAT, Row, SampleFile
-from dapo_mega.samples.table import METADATA_KEY, account_of, errors_of_reading, schema, to_table
+from dapo_mega.samples.table import account_of, errors_of_reading, metadata_of, schema, to_table
 from dapo_mega.types import GenerationRequest
 
 _ID = "request_id"
@@ -29,18 +29,41 @@ class ResponseStore:
     def __init__(
         self, folder: Path, requests: Sequence[GenerationRequest], group_size: int, part_size: int, tokenizer: Any
     ) -> None:
-        self.file = file_of(samples_folder(folder), "evaluation", 0)
+        self.file = answers_file(folder)
+        self._folder = folder
         self._parts = samples_folder(folder) / "parts"
         self._joined = samples_folder(folder) / "joined_parts"
         self._first_id = requests[0].request_id
         self._group_size = group_size
+        self._num_requests = len(requests)
         self._requests = [requests[start : start + part_size] for start in range(0, len(requests), part_size)]
         self._pieces = TokenPieces(tokenizer)
 
     @property
     def is_finished(self) -> bool:
         """Whether all requests have been answered and joined. Those that failed are asked again by the next start."""
-        return self.file.exists() and not self._parts.exists()
+        return has_all_answers(self._folder) and pq.read_metadata(self.file).num_rows >= self._num_requests
+
+    def take_over(self) -> None:
+        """Spread the responses of a finished evaluation with fewer to each problem over parts, numbered as the first
+        ones of their problem. The file stays until `finish` replaces it. Nothing to do otherwise."""
+        if not has_all_answers(self._folder) or self.is_finished:
+            return
+        table, first, size = _read(self.file), self._first_id, self._group_size
+        fewer = len(table) * size // self._num_requests
+        numbers = np.asarray(table[_ID]) - first
+        groups = first + numbers // fewer * size
+        for name, values in ((_ID, groups + numbers % fewer), ("group", groups)):
+            table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
+        table = table.replace_schema_metadata(_metadata(account_of(table.schema.metadata)["engines"])).sort_by(_ID)
+        ids = np.asarray(table[_ID])
+        spread = self._parts.with_name("spread_parts")
+        shutil.rmtree(spread, ignore_errors=True)
+        for number, requests in enumerate(self._requests):
+            start, end = np.searchsorted(ids, [requests[0].request_id, requests[-1].request_id + 1])
+            if start < end:
+                write_table(spread / self._path(number).name, table.slice(start, end - start))
+        spread.rename(self._parts)
 
     def missing(self) -> dict[int, list[GenerationRequest]]:
         """The requests of each part that have no response on disk. Raises InputError for a file that is damaged."""
@@ -90,11 +113,20 @@ class ResponseStore:
         return self._parts / f"part_{part:06d}.parquet"
 
 
+def answers_file(folder: Path) -> Path:
+    """The file with all responses of an evaluation in this folder."""
+    return file_of(samples_folder(folder), "evaluation", 0)
+
+
+def has_all_answers(folder: Path) -> bool:
+    """Whether all that an evaluation into this folder asked has been answered and joined."""
+    return answers_file(folder).exists() and not (samples_folder(folder) / "parts").exists()
+
+
 def _read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     with errors_of_reading(path, "remove it and start again: its responses are then asked for anew"):
         return pq.read_table(path, columns=columns, page_checksum_verification=True)
 
 
 def _metadata(engines: Iterable[str], **more: Any) -> dict[bytes, bytes]:
-    account = {"format": FORMAT, "step": 0, "kind": "evaluation", "engines": sorted(set(engines)), **more}
-    return {METADATA_KEY: json.dumps(account).encode()}
+    return metadata_of({"format": FORMAT, "step": 0, "kind": "evaluation", "engines": sorted(set(engines)), **more})

@@ -19,7 +19,7 @@ from dapo_mega.evaluation.benchmarks import Source
 from dapo_mega.evaluation.choices import Choices, configuration, record, refuse_differences
 from dapo_mega.evaluation.evaluator import Evaluator
 from dapo_mega.evaluation.model_folder import EvaluatedModel, context_length, model_hash
-from dapo_mega.evaluation.responses import ResponseStore
+from dapo_mega.evaluation.responses import ResponseStore, has_all_answers
 from dapo_mega.evaluation.results import refuse_other_model, result_of, results_table, write_results
 from dapo_mega.evaluation.sampling import Sampler
 from dapo_mega.metrics.run_text import package_versions
@@ -55,7 +55,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, eq=False)
-class _Task:
+class Task:
     """One benchmark with its problems as prompts, and its folder."""
 
     name: str
@@ -70,12 +70,12 @@ def evaluate(evaluation: Evaluation) -> dict[str, Any]:
     engines stay away."""
     output, model = evaluation.output, evaluation.model
     output.mkdir(parents=True, exist_ok=True)
-    with _locked(output), contextlib.ExitStack() as stack:
+    with locked(output), contextlib.ExitStack() as stack:
         tokenizer = load_tokenizer(str(model.folder))
         tasks = list(_tasks(evaluation, tokenizer))
         samplers: list[Sampler] = []
 
-        def sampler(task: _Task) -> Sampler:
+        def sampler(task: Task) -> Sampler:
             """Started once, when a benchmark has something to ask."""
             if not samplers:
                 samplers.append(evaluation.engine.start(task.config, task.prompts))
@@ -84,14 +84,14 @@ def evaluate(evaluation: Evaluation) -> dict[str, Any]:
 
         results = {}
         for task in tasks:
-            file = _answered(task, evaluation.engine.part_size, tokenizer, model.folder, sampler)
+            file = answered(task, evaluation.engine.part_size, tokenizer, model.folder, sampler)
             results[task.name] = result_of(file, task.settings)
         content = write_results(output, str(model.path), results)
     print_once(results_table(content))
     return content
 
 
-def _tasks(evaluation: Evaluation, tokenizer: Any) -> Iterator[_Task]:
+def _tasks(evaluation: Evaluation, tokenizer: Any) -> Iterator[Task]:
     """The benchmarks, read and checked against what is in the folder. Says what was chosen."""
     model, choices, engine = evaluation.model, evaluation.choices, evaluation.engine
     context, digest = context_length(model.folder), model_hash(model.folder)
@@ -108,17 +108,23 @@ def _tasks(evaluation: Evaluation, tokenizer: Any) -> Iterator[_Task]:
         prompts = _prompts(config, source, tokenizer, choices.num_problems, context)
         settings = record(source, config, prompts, model, digest, {"engine": engine.settings, "versions": versions})
         folder = evaluation.output / source.benchmark.name
-        if (folder / SETTINGS_FILE).exists():
-            refuse_differences(folder / SETTINGS_FILE, settings)
-        elif (folder / "samples").exists():
-            raise InputError(
-                f"{folder} holds responses, but no {SETTINGS_FILE} that says how they came about; give another --output"
-            )
+        check_folder(folder, settings)
         name, k, limit = source.benchmark.name, settings["k"], settings["max_response_tokens"]
         print_once(
             f"{name}: {len(prompts)} problems of {source.path}, {k} responses to each, of at most {limit} tokens"
         )
-        yield _Task(name, config, prompts, settings, folder)
+        yield Task(name, config, prompts, settings, folder)
+
+
+def check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raises InputError for a folder with responses that came about otherwise than these settings say. The k of those
+    that are whole may be raised."""
+    if (folder / SETTINGS_FILE).exists():
+        refuse_differences(folder / SETTINGS_FILE, settings, may_grow=has_all_answers(folder))
+    elif (folder / "samples").exists():
+        raise InputError(
+            f"{folder} holds responses, but no {SETTINGS_FILE} that says how they came about; give another --output"
+        )
 
 
 def _prompts(config: RunConfig, source: Source, tokenizer: Any, limit: int | None, context: int) -> Sequence[Prompt]:
@@ -140,15 +146,17 @@ def _prompts(config: RunConfig, source: Source, tokenizer: Any, limit: int | Non
     return prompts
 
 
-def _answered(task: _Task, part_size: int, tokenizer: Any, model: Path, sampler: Callable[[_Task], Sampler]) -> Path:
+def answered(task: Task, part_size: int, tokenizer: Any, model: Path, sampler: Callable[[Task], Sampler]) -> Path:
     """The file with the responses to all requests of a benchmark, after asking those that are missing."""
     with contextlib.closing(make_reward(task.config, for_evaluation=True)) as reward:
         evaluator = Evaluator(task.config, task.prompts, reward, decoder(tokenizer), stop_tokens(model, tokenizer))
         k = task.config.evaluation.responses_per_prompt
         store = ResponseStore(task.folder, evaluator.requests, k, part_size, tokenizer)
-        if missing := store.missing():
+        if not store.is_finished:
             task.folder.mkdir(exist_ok=True)
             replace_file(task.folder / SETTINGS_FILE, json.dumps(task.settings, indent=1) + "\n")
+            store.take_over()
+        if missing := store.missing():
             total = len(evaluator.requests)
             done = total - sum(map(len, missing.values()))
             if done:
@@ -172,7 +180,7 @@ def _answered(task: _Task, part_size: int, tokenizer: Any, model: Path, sampler:
 
 
 @contextlib.contextmanager
-def _locked(output: Path) -> Iterator[None]:
+def locked(output: Path) -> Iterator[None]:
     """Raises InputError while another process evaluates into the folder."""
     with (output / ".lock").open("w") as file:
         try:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from dapo_mega.cli import print_once
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.measures import ProblemResponses
-from dapo_mega.samples.files import samples_folder, stored_files
+from dapo_mega.samples.files import StoredFile, samples_folder, stored_files
 from dapo_mega.samples.table import account_of, errors_of_reading
 
 _COLUMNS: Final = (
@@ -85,10 +85,7 @@ def _find(source: str) -> tuple[str, list[Path]]:
         path, step = Path(head), int(tail)
     if path.is_file():
         return path.stem, [path]
-    if not path.is_dir():
-        raise InputError(f"{path} does not exist; {_WHAT_TO_GIVE}")
-    folders = [samples_folder(path), path, *sorted(path.glob("*/samples"))]
-    found = [file for folder in folders for file in stored_files(folder) if file.is_evaluation]
+    found = [file for file in sample_files(path) if file.is_evaluation]
     if not found:
         raise InputError(f"{path} holds no saved evaluation; {_WHAT_TO_GIVE}")
     steps = sorted({file.step for file in found})
@@ -97,6 +94,14 @@ def _find(source: str) -> tuple[str, list[Path]]:
         raise InputError(f"{path} holds no evaluation after step {chosen}; there are {', '.join(map(str, steps))}")
     name = path.resolve().name
     return (name if len(steps) == 1 else f"{name}@{chosen}"), [file.path for file in found if file.step == chosen]
+
+
+def sample_files(path: Path) -> list[StoredFile]:
+    """The files of samples of a run, of results of `dapo-mega evaluate`, or in the folder itself. Raises InputError."""
+    if not path.is_dir():
+        raise InputError(f"{path} does not exist; {_WHAT_TO_GIVE}")
+    folders = [samples_folder(path), path, *sorted(path.glob("*/samples"))]
+    return [file for folder in folders for file in stored_files(folder)]
 
 
 def _read_file(path: Path) -> dict[str, SavedBenchmark]:

@@ -21,13 +21,13 @@ from dapo_mega.data.readers import Row
 from dapo_mega.errors import InputError
 from dapo_mega.metrics.run_text import installed_versions
 from dapo_mega.preparation.candidates import INVALID_REASONS, Candidate, CandidateReader, Invalid
-from dapo_mega.preparation.card import CARD, Card, FileRecord, SourceRecord, card_of, file_record, read_card
-from dapo_mega.preparation.contamination import EvaluationIndex, EvaluationProblem
+from dapo_mega.preparation.card import CARD, Card, SourceRecord, card_of, file_record, read_card
+from dapo_mega.preparation.contamination import EvaluationIndex
 from dapo_mega.preparation.filters import Filters, integer_of
 from dapo_mega.preparation.near_duplicates import NearDuplicates
 from dapo_mega.preparation.normalization import NormalText, normal_text
 from dapo_mega.preparation.output import DatasetWriter, DroppedFormat, check_folder, new_dataset
-from dapo_mega.preparation.sources import Source, evaluation_problems
+from dapo_mega.preparation.sources import Source, evaluation_index
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +49,7 @@ def prepare_dataset(
     invalid rows is over `max_invalid_share`, and if nothing is left; then nothing is written.
     """
     sources = {name: Source(name, source) for name, source in config.sources.items()}
-    decontamination = config.decontamination
-    problems: list[EvaluationProblem] = []
-    sets: dict[str, tuple[FileRecord, ...]] = {}
-    for name, evaluation_set in decontamination.sets.items():
-        found, sets[name] = evaluation_problems(name, evaluation_set)
-        problems += found
-    index = EvaluationIndex(problems, decontamination.ngram, decontamination.min_words, decontamination.min_share)
+    index, sets = evaluation_index(config.decontamination)
     filters = Filters(config.filters)
     record: dict[str, Any] = {"settings": _settings(config), "versions": {**_versions(config), **filters.versions()}}
     for name, files in sets.items():

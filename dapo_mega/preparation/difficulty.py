@@ -3,24 +3,26 @@
 
 import contextlib
 import logging
-import math
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from dapo_mega.config import DatasetConfig, RunConfig
-from dapo_mega.config.fleet import require_api_key
-from dapo_mega.data import load_prompts, load_tokenizer
-from dapo_mega.data.readers import Row
+from dapo_mega.config import RunConfig
+from dapo_mega.data import load_tokenizer
 from dapo_mega.data.tokenizer import decoder, stop_tokens
 from dapo_mega.errors import FleetError, InputError
-from dapo_mega.evaluation.model_folder import model_hash
 from dapo_mega.metrics.run_text import installed_versions
-from dapo_mega.models import load_architecture
-from dapo_mega.preparation.card import DATA, DECIDING_PACKAGES, Card
+from dapo_mega.preparation.asking import (
+    asking_settings,
+    check_lengths,
+    check_range,
+    pass_rate_summary,
+    prompts_of,
+    sampler_of,
+)
+from dapo_mega.preparation.card import DECIDING_PACKAGES, Card
 from dapo_mega.preparation.journal import Journal, journal_of, open_journal
 from dapo_mega.preparation.output import DroppedFormat, check_folder, new_dataset, read_dataset
 from dapo_mega.rewards.build import make_reward
@@ -28,9 +30,6 @@ from dapo_mega.rewards.trial import try_reward
 from dapo_mega.rollout.asking import DIFFICULTY_IDS, Numbering, Rollout, ask_in_parts
 from dapo_mega.rollout.scoring import ResponseScorer, trial_record
 from dapo_mega.types import GenerationFailure, Prompt, SamplingParams, ScoredTrajectory
-
-if TYPE_CHECKING:
-    from dapo_mega.evaluation.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -75,21 +74,17 @@ def measure_difficulty(config: RunConfig, source: Path, output: Path, options: D
     if options.samples < 1:
         raise InputError(f"{options.samples} samples per prompt say nothing; give 1 or more")
     lowest, highest = options.keep
-    if not 0 <= lowest <= highest <= 1:
-        raise InputError(f"pass rates from {lowest:g} to {highest:g} are no range within 0 to 1, such as 0.1..0.9")
+    check_range(options.keep)
     check_folder(output, force=options.force)
     parent, rows = read_dataset(source)
-    config = _as_prepared(config, next(iter(read_dataset(source)[1]), {}))
     tokenizer = load_tokenizer(config.model.path)
-    # One prompt for each row of the dataset, in order.
-    changes = {"path": str(source / DATA), "deduplicate": False, "max_rows": None}
-    prompts = load_prompts(_dataset(config).model_copy(update=changes), tokenizer, 10**9).prompts
-    settings = _settings(config, options)
+    config, prompts = prompts_of(config, source, tokenizer)
+    settings = {**asking_settings(config), "samples": options.samples}
     is_long = [len(prompt.token_ids) > config.data.max_prompt_tokens for prompt in prompts]
     depends_on = {"made_by": MADE_BY, "dataset_sha256": parent.data.sha256, **settings}
     with open_journal(journal_of(output), depends_on) as journal:
         short = [prompt for prompt in prompts if not is_long[prompt.index]]
-        _check_lengths(config, short)
+        check_lengths(config, short)
         failures = _measure(config, short, tokenizer, options.samples, journal)
         if failures and not options.drop_failed:
             raise FleetError(
@@ -117,63 +112,11 @@ def measure_difficulty(config: RunConfig, source: Path, output: Path, options: D
                 MADE_BY,
                 settings={**settings, "column": options.column, "keep": list(options.keep)},
                 versions=installed_versions(DECIDING_PACKAGES),
-                details=_summary(rates, options.samples),
+                details=pass_rate_summary(rates, options.samples),
                 parent=parent,
             )
         journal.remove()
     return card
-
-
-def _check_lengths(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-    limit, response = load_architecture(Path(config.model.path))[1].max_positions, config.rollout.max_response_tokens
-    if longest + response > limit:
-        raise InputError(
-            f"the longest prompt has {longest} tokens, which with rollout.max_response_tokens={response} is more than "
-            f"the model's {limit} positions; lower it, or lower data.max_prompt_tokens, which drops long prompts"
-        )
-
-
-def _settings(config: RunConfig, options: DifficultyOptions) -> dict[str, Any]:
-    rollout = config.rollout
-    is_embedded = rollout.placement == "embedded"
-    return {
-        "model": Path(config.model.path).resolve().name,
-        "model_fingerprint": model_hash(Path(config.model.path)),
-        "engine": "embedded" if is_embedded else "sglang",
-        **({"dtype": config.engine_dtype, "max_batch_rows": rollout.max_batch_rows} if is_embedded else {}),
-        "samples": options.samples,
-        "seed": config.seed,
-        "sampling": rollout.model_dump(include={"temperature", "top_p", "top_k", "max_response_tokens"}),
-        "max_prompt_tokens": config.data.max_prompt_tokens,
-        "data": _dataset(config).model_dump(mode="json", exclude={"path", "deduplicate", "max_rows", "split"}),
-        "reward": config.reward.for_evaluation().model_dump(mode="json", exclude={"num_workers"}),
-    }
-
-
-def _dataset(config: RunConfig) -> DatasetConfig:
-    if config.data.train is None:
-        raise InputError(
-            "the run of --config has a mixture of datasets, which does not say how this one is asked; give a file with "
-            "data.train, or leave --config out"
-        )
-    return config.data.train
-
-
-def _as_prepared(config: RunConfig, first: Mapping[str, Any]) -> RunConfig:
-    """The run's `data.train` with the columns that every prepared dataset has, where it names others that this one
-    lacks, as those of the file that it was prepared from."""
-    own, row = _dataset(config), Row("", 0, first)
-    lacking = [name for name in ("prompt", "ground_truth") if row.optional(getattr(own.columns, name)) is None]
-    if not lacking:
-        return config
-    usual = type(own.columns)()
-    changes: dict[str, Any] = {"columns": own.columns.model_copy(update={n: getattr(usual, n) for n in lacking})}
-    if "ground_truth" in lacking and own.ground_truth_style != "unchecked":  # Prepared truths are bare answers.
-        changes["ground_truth_style"] = type(own).model_fields["ground_truth_style"].default
-    logger.info("the dataset has no column %r; read as prepared", getattr(own.columns, lacking[0]))
-    data = config.data.model_copy(update={"train": own.model_copy(update=changes)})
-    return config.model_copy(update={"data": data})
 
 
 def _measure(
@@ -214,28 +157,9 @@ def _measure(
                 reported = time.monotonic()
                 logger.info("%d prompts are measured, %d failed", len(journal.entries), len(failures))
 
-        with contextlib.closing(_sampler(config, prompts)) as sampler:
+        with contextlib.closing(sampler_of(config, prompts)) as sampler:
             sampler.run(ask_in_parts(sampler.generate, parts, keep, sampler.most_open))
     return failures
-
-
-def _sampler(config: RunConfig, prompts: Sequence[Prompt]) -> "Sampler":
-    """The model of `model.path`: inside this process for `rollout.placement=embedded`, else in the engines of
-    `rollout.fleet.urls`."""
-    if config.rollout.placement == "embedded":
-        import torch
-
-        from dapo_mega.evaluation.sampling import EmbeddedSampler
-
-        if config.threads_per_process:
-            torch.set_num_threads(config.threads_per_process)
-        return EmbeddedSampler(Path(config.model.path), config.engine_dtype, config.rollout.max_batch_rows)
-    fleet = config.rollout.fleet
-    if not fleet.urls:
-        raise InputError("rollout.fleet.urls names no engine; give the URLs of engines that run")
-    from dapo_mega.evaluation.fleet import FleetSampler, with_engines
-
-    return FleetSampler(with_engines(config, **fleet.model_dump()), prompts, require_api_key(fleet.api_key_env))
 
 
 def _measured(prompt: Prompt, rollouts: Sequence[Rollout], scorer: ResponseScorer) -> Measured | str:
@@ -259,23 +183,3 @@ def _with_columns(values: Mapping[str, Any], found: Measured, column: str, where
     if taken := [name for name in new if name in values]:
         raise InputError(f"{where} has a column {taken[0]!r} already; give --column another name")
     return {**values, **new}
-
-
-def _summary(rates: Sequence[float], samples: int) -> dict[str, Any]:
-    """The mean pass rate, and how many prompts had how many correct responses, before any were dropped."""
-    if not rates:
-        return {}
-    counts = Counter(round(rate * samples) for rate in rates)
-    return {
-        "mean_pass_rate": math.fsum(rates) / len(rates),
-        "prompts_by_correct_responses": {str(n): counts[n] for n in sorted(counts)},
-    }
-
-
-def parse_range(text: str) -> tuple[float, float]:
-    """(lowest, highest) of `0.1..0.9`. Raises InputError."""
-    lowest, dots, highest = text.partition("..")
-    try:
-        return float(lowest), float(highest if dots else "")
-    except ValueError:
-        raise InputError(f"{text!r} is no range of pass rates; give one such as 0.1..0.9") from None

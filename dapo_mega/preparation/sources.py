@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from dapo_mega.config import SourceConfig
-from dapo_mega.config.preparation import EvaluationSetConfig
+from dapo_mega.config.preparation import DecontaminationConfig, EvaluationSetConfig
 from dapo_mega.data.readers import Row, dataset_files, file_rows, is_saved_dataset, read_rows
 from dapo_mega.data.templates import as_messages
 from dapo_mega.errors import InputError
 from dapo_mega.preparation.candidates import instruction_frames, without_instruction
 from dapo_mega.preparation.card import FileRecord, file_record
-from dapo_mega.preparation.contamination import EvaluationProblem
+from dapo_mega.preparation.contamination import EvaluationIndex, EvaluationProblem
 
 _PROBLEM_COLUMNS = ("prompt", "problem", "question")
 
@@ -115,3 +115,13 @@ def evaluation_problems(
     if not problems:
         raise InputError(f"decontamination set {name} has no rows; give one with problems")
     return problems, source.files
+
+
+def evaluation_index(config: DecontaminationConfig) -> tuple[EvaluationIndex, dict[str, tuple[FileRecord, ...]]]:
+    """The problems of all evaluation sets, and the files of each set."""
+    problems: list[EvaluationProblem] = []
+    sets: dict[str, tuple[FileRecord, ...]] = {}
+    for name, evaluation_set in config.sets.items():
+        found, sets[name] = evaluation_problems(name, evaluation_set)
+        problems += found
+    return EvaluationIndex(problems, config.ngram, config.min_words, config.min_share), sets

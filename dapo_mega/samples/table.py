@@ -20,7 +20,7 @@ from dapo_mega.samples.rows import FORMAT, Row, SampleFile
 from dapo_mega.trajectory_records import columns_of, is_default, plain, restored
 from dapo_mega.types import ScoredTrajectory, Trajectory
 
-METADATA_KEY = b"dapo_mega"
+_METADATA_KEY = b"dapo_mega"
 
 _FLOATS, _INTEGERS = pa.list_(pa.float32()), pa.list_(pa.int32())
 _STRUCTS = {
@@ -108,7 +108,7 @@ def to_table(file: SampleFile, pieces: TokenPieces) -> pa.Table:
         found if isinstance(found := values[field.name], pa.Array) else pa.array(found, field.type) for field in columns
     ]
     account = {"format": FORMAT, "step": file.step, "kind": file.kind, **file.account}
-    return pa.Table.from_arrays(arrays, schema=columns.with_metadata({METADATA_KEY: json.dumps(account).encode()}))
+    return pa.Table.from_arrays(arrays, schema=columns.with_metadata(metadata_of(account)))
 
 
 def _stored(kind: str, value: Any) -> Any:
@@ -153,9 +153,14 @@ def errors_of_reading(path: Path, remedy: str) -> Iterator[None]:
         raise InputError(f"{path} cannot be read ({' '.join(str(error).split())}); {remedy}") from error
 
 
+def metadata_of(account: Mapping[str, Any]) -> dict[bytes, bytes]:
+    """The metadata of a file with this account, which `account_of` reads."""
+    return {_METADATA_KEY: json.dumps(account).encode()}
+
+
 def account_of(metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
     """The account in a file's metadata. Raises ValueError where there is none of this format."""
-    found = (metadata or {}).get(METADATA_KEY)
+    found = (metadata or {}).get(_METADATA_KEY)
     account = json.loads(found) if found else None
     if not isinstance(account, dict) or account.get("format") != FORMAT:
         raise ValueError("it is no file of samples of this version")

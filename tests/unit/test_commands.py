@@ -23,6 +23,8 @@ SCRIPTS = {
     "plot": "tools/plot_run.py",
     "prepare": "tools/prepare_data.py",
     "show-samples": "tools/show_samples.py",
+    "regrade": "tools/regrade.py",
+    "rejection-sample": "tools/rejection_sample.py",
     "replay-step": "tools/replay_step.py",
     "serve": "launch/serve_rollouts.py",
     "sft": "launch/train_sft.py",

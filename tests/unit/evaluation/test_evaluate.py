@@ -216,6 +216,45 @@ def test_requests_that_failed_are_counted_and_asked_again(model, data, tmp_path,
     assert files_of(tmp_path) == files_of(uninterrupted)
 
 
+def test_a_larger_k_asks_only_for_the_responses_that_are_missing(model, data, tmp_path, uninterrupted, monkeypatch):
+    earlier = pq.read_table(uninterrupted / "gsm8k" / SAMPLES)
+    whole = tmp_path / "whole"
+    shutil.copytree(uninterrupted, whole)
+    sampler = ScriptedSampler(model, lambda problem, sample: "Answer: 5!")
+    content = run_evaluation(evaluation(model, data, whole, sampler, samples=5))
+    assert sorted(sampler.asked) == [5 * problem + sample for problem in range(NUM_PROBLEMS) for sample in (3, 4)]
+    assert content["benchmarks"]["gsm8k"]["settings"]["k"] == 5
+    table = pq.read_table(whole / "gsm8k" / SAMPLES)
+    first = 1 << 62
+    assert table["request_id"].to_pylist() == list(range(first, first + 5 * NUM_PROBLEMS))
+    assert table["group"].to_pylist() == [first + 5 * (i // 5) for i in range(5 * NUM_PROBLEMS)]
+    kept = table.filter([i % 5 < 3 for i in range(len(table))])
+    for column in ("prompt_index", "response", "correct", "answer", "token_ids"):
+        assert kept[column].to_pylist() == earlier[column].to_pylist(), column
+    # Killed before the first new response, while they come, and while the old ones are spread over parts.
+    for num_parts in (0, 2, None):
+        output = tmp_path / str(num_parts)
+        shutil.copytree(uninterrupted, output)
+        killed = ScriptedSampler(model, lambda problem, sample: "Answer: 5!", num_parts=num_parts)
+        begun = evaluation(model, data, output, killed, samples=5)
+        with monkeypatch.context() as patch:
+            if num_parts is None:
+                patch.setattr("dapo_mega.evaluation.responses.np.searchsorted", _killed)
+            with pytest.raises(Interrupted):
+                run_evaluation(begun)
+        again = ScriptedSampler(model, lambda problem, sample: "Answer: 5!")
+        if num_parts is not None:
+            with pytest.raises(InputError, match="k was 5 and is 6"):  # Only what is whole may grow.
+                run_evaluation(evaluation(model, data, output, again, samples=6))
+        run_evaluation(evaluation(model, data, output, again, samples=5))
+        assert sorted(killed.asked + again.asked) == sorted(sampler.asked), num_parts
+        assert files_of(output) == files_of(whole), num_parts
+
+
+def _killed(*_):
+    raise Interrupted
+
+
 def test_an_evaluation_is_not_continued_with_other_settings(model, data, tmp_path, uninterrupted):
     other_data = tmp_path / "data"
     other_data.mkdir()
@@ -223,7 +262,7 @@ def test_an_evaluation_is_not_continued_with_other_settings(model, data, tmp_pat
         (other_data / file.name).write_text(file.read_text().replace("+ 0?", "- 0?"))
     begun = evaluation(model, data, uninterrupted, None)
     cases = [
-        (replace(begun, choices=replace(begun.choices, samples=4)), "k was 3 and is 4"),
+        (replace(begun, choices=replace(begun.choices, samples=2)), "k was 3 and is 2"),
         (replace(begun, choices=replace(begun.choices, temperature=0.5)), "temperature was 1.0 and is 0.5"),
         (replace(begun, choices=replace(begun.choices, seed=1)), "seed was 0 and is 1"),
         (replace(begun, choices=replace(begun.choices, template="r1")), "template was dapo and is r1"),

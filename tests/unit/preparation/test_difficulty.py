@@ -10,8 +10,9 @@ from dapo_mega.config import RunConfig
 from dapo_mega.data.tokenizer import build_character_tokenizer
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.errors import FleetError, InputError, StopRequested
+from dapo_mega.preparation.asking import parse_range
 from dapo_mega.preparation.card import Card
-from dapo_mega.preparation.difficulty import DifficultyOptions, measure_difficulty, parse_range
+from dapo_mega.preparation.difficulty import DifficultyOptions, measure_difficulty
 from dapo_mega.preparation.journal import journal_of
 from dapo_mega.preparation.output import new_dataset, read_dataset
 from tests.unit.engines.sglang.scripted_server import KEY, Servers, serve_model
