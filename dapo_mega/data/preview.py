@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dapo_mega.atomic_files import read_json_object
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig
 from dapo_mega.data.prompts import Render, RenderedRow, first_rows
-from dapo_mega.data.templates import PROBLEM, render_messages, template_text
+from dapo_mega.data.templates import PROBLEM, render_messages, template_text, with_template_arguments
 from dapo_mega.data.tokenizer import stop_tokens, template_end, without_embedding
 from dapo_mega.metrics.run_text import shortened
 
@@ -132,6 +132,7 @@ def second_bos(rows: Sequence[RenderedRow], tokenizer: PreTrainedTokenizerBase) 
 
 def turn_without_stop(dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """A warning if the chat template ends a turn with a token at which responses do not stop."""
+    tokenizer = with_template_arguments(tokenizer, dataset.template_arguments)
     token = template_end(tokenizer) if dataset.chat_template else None
     if token is None or token in stop_tokens(Path(str(tokenizer.name_or_path)), tokenizer):
         return None

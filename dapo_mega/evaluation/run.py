@@ -99,6 +99,8 @@ def _tasks(evaluation: Evaluation, tokenizer: Any) -> Iterator[_Task]:
     versions = {name: found for name, found in package_versions().items() if name in _DECIDING_PACKAGES}
     has_template = tokenizer.chat_template is not None
     chat_template = has_template if choices.chat_template is None else choices.chat_template
+    if choices.template_arguments and not chat_template:
+        raise InputError("--template-arguments are of a chat template, which is not used here; leave them out")
     print_once(f"model: {model.path}, sha256 {digest[:12]}, {evaluation.dtype}, context of {context} tokens")
     how = "through the tokenizer's chat template" if chat_template else "as plain text"
     why = f" (the tokenizer has {'a' if has_template else 'no'} chat template)"
