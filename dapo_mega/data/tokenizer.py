@@ -121,6 +121,11 @@ def without_embedding(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[in
     )
 
 
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the tokenizer's largest id: ids from there on are rows that pad a model's embedding."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 @functools.lru_cache
 def num_embeddings(folder: str) -> int | None:
     """`vocab_size` of the model in the folder; None where there is only a tokenizer."""

@@ -13,7 +13,7 @@ from dapo_mega.atomic_files import replace_file
 from dapo_mega.cli import print_once
 from dapo_mega.config import RunConfig
 from dapo_mega.data import load_prompts, load_tokenizer
-from dapo_mega.data.tokenizer import decoder, stop_tokens
+from dapo_mega.data.tokenizer import decoder, num_ids, stop_tokens
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.benchmarks import Source
 from dapo_mega.evaluation.choices import Choices, configuration, record, refuse_differences
@@ -145,7 +145,8 @@ def _prompts(config: RunConfig, source: Source, tokenizer: Any, limit: int | Non
 def _answered(task: _Task, part_size: int, tokenizer: Any, model: Path, sampler: Callable[[_Task], Sampler]) -> Path:
     """The file with the responses to all requests of a benchmark, after asking those that are missing."""
     with contextlib.closing(make_reward(task.config, for_evaluation=True)) as reward:
-        evaluator = Evaluator(task.config, task.prompts, reward, decoder(tokenizer), stop_tokens(model, tokenizer))
+        decode, ends = decoder(tokenizer), stop_tokens(model, tokenizer)
+        evaluator = Evaluator(task.config, task.prompts, reward, decode, ends, num_tokens=num_ids(tokenizer))
         k = task.config.evaluation.responses_per_prompt
         store = ResponseStore(task.folder, evaluator.requests, k, part_size, tokenizer)
         if missing := store.missing():
