@@ -78,13 +78,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature` > 0, or 0 for greedy; `top_k` 0 means no limit."""
+    """How tokens are drawn. `temperature` > 0, or 0 for greedy; `top_k` 0 means no limit. Ids from
+    `num_tokens` on pad the model's vocabulary: the embedded engine never draws them. None: there are none."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

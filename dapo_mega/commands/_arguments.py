@@ -1,8 +1,9 @@
 """Arguments that several commands share, and the way from a run's file to its start or dry run."""
 
 import argparse
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo_mega.cli import leave_at_sigterm, quiet_libraries
 
@@ -17,6 +18,17 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The keys of a JSON object, for argparse."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
 
 
 def add_prepared_output(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:

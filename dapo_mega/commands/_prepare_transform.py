@@ -1,11 +1,10 @@
 """`dapo-mega prepare transform`: rewrite a prepared dataset's problems so that their answers are integers."""
 
 import argparse
-import json
 from pathlib import Path
 
 from dapo_mega.cli import leave_at_sigterm
-from dapo_mega.commands._arguments import add_prepared_output, at_least_one
+from dapo_mega.commands._arguments import add_prepared_output, at_least_one, json_object
 from dapo_mega.errors import InputError
 
 
@@ -22,7 +21,7 @@ def add_transform(command: argparse.ArgumentParser) -> None:
     add("--timeout-s", type=float, default=300.0, help="seconds for one attempt (%(default)s)")
     add("--attempts", type=at_least_one, default=3, help="attempts at one row (%(default)s)")
     add("--max-tokens", type=at_least_one, default=2048, help="tokens of a reply, thoughts included (%(default)s)")
-    add("--extra-body", default="{}", metavar="JSON", help="further keys of each request")
+    add("--extra-body", type=json_object, default={}, metavar="JSON", help="further keys of each request")
     add("--drop-unanswered", action="store_true", help="leave out rows that get no reply")
     command.set_defaults(run=transform)
 
@@ -38,12 +37,6 @@ def transform(options: argparse.Namespace) -> None:
             raise InputError(f"prepare transform needs {name if name == 'source' else f'--{name}'}; see --help")
     if not options.timeout_s > 0:
         raise InputError(f"--timeout-s {options.timeout_s:g} must be above 0")
-    try:
-        extra_body = json.loads(options.extra_body)
-    except ValueError as error:
-        raise InputError(f"--extra-body {options.extra_body!r} is not JSON ({error})") from None
-    if not isinstance(extra_body, dict):
-        raise InputError(f"--extra-body {options.extra_body!r} is no JSON object")
     from dapo_mega.preparation.transformation import TransformationSettings
     from dapo_mega.preparation.transformed_dataset import TransformedDatasetOptions, transform_dataset
     from dapo_mega.rewards.endpoints import EndpointSettings
@@ -56,7 +49,7 @@ def transform(options: argparse.Namespace) -> None:
         timeout_s=options.timeout_s,
         attempts=options.attempts,
     )
-    settings = TransformationSettings(endpoints, options.model, options.max_tokens, extra_body)
+    settings = TransformationSettings(endpoints, options.model, options.max_tokens, options.extra_body)
     leave_at_sigterm("stopped by SIGTERM; the same command continues, and asks nothing twice")
     card = transform_dataset(
         options.source,

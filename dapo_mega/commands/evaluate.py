@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from dapo_mega.cli import leave_at_sigterm, quiet_libraries
-from dapo_mega.commands._arguments import at_least_one
+from dapo_mega.commands._arguments import at_least_one, json_object
 from dapo_mega.errors import InputError
 
 if TYPE_CHECKING:
@@ -127,6 +127,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--template", default=Choices.template, help="default: %(default)s; tools/data.md")
     add("--grader", choices=extractions, default=Choices.extraction, help="where answers are (default: %(default)s)")
     add("--chat-template", choices=("auto", "on", "off"), default="auto", help="auto: if the tokenizer has one")
+    add(
+        "--template-arguments",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="""such as '{"enable_thinking": false}'""",
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -187,6 +194,7 @@ def _evaluate_model(options: argparse.Namespace, path: Path) -> None:
         template=options.template,
         extraction=options.grader,
         chat_template={"auto": None, "on": True, "off": False}[options.chat_template],
+        template_arguments=options.template_arguments,
     )
     name = "-".join(path.resolve().parts[-2:]) + ("" if options.step is None else f"-step-{options.step}")
     output = options.output or Path("runs/evaluations") / name

@@ -72,8 +72,16 @@ class DatasetConfig(SourceConfig):
     chat_template: bool = False
     """Put the messages through the tokenizer's chat template; special tokens that their text spells stay text. Switch
     it on for instruction-tuned models."""
+    template_arguments: dict[str, Any] = Field(default={})
+    """Arguments of the chat template, such as {enable_thinking: false}; one that it does not read is refused."""
     deduplicate: bool = True
     """Keep the first row of each distinct prompt; the public DAPO-Math-17k repeats each."""
+
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        if self.template_arguments and not self.chat_template:
+            raise ValueError("template_arguments are of the chat template; set chat_template: true, or remove them")
+        return self
 
 
 class MixedDatasetConfig(DatasetConfig):

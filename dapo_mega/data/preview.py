@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from dapo_mega.atomic_files import read_json_object
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig
 from dapo_mega.data.prompts import Render, RenderedRow, first_rows
-from dapo_mega.data.templates import PROBLEM, render_messages, template_text
-from dapo_mega.data.tokenizer import stop_tokens, template_end, without_embedding
+from dapo_mega.data.templates import PROBLEM, render_messages, template_text, with_template_arguments
+from dapo_mega.data.tokenizer import stop_tokens, template_end, without_embedding, written_end
 from dapo_mega.metrics.run_text import shortened
 
 if TYPE_CHECKING:
@@ -132,12 +132,24 @@ def second_bos(rows: Sequence[RenderedRow], tokenizer: PreTrainedTokenizerBase) 
 
 def turn_without_stop(dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """A warning if the chat template ends a turn with a token at which responses do not stop."""
-    token = template_end(tokenizer) if dataset.chat_template else None
-    if token is None or token in stop_tokens(Path(str(tokenizer.name_or_path)), tokenizer):
+    tokenizer = with_template_arguments(tokenizer, dataset.template_arguments)
+    if not dataset.chat_template or not (text := written_end(tokenizer)):
         return None
+    token, stops = template_end(tokenizer), stop_tokens(Path(str(tokenizer.name_or_path)), tokenizer)
+    if token in stops:
+        return None
+    named = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in stops)
+    known = f"at which no response stops, but at {named}; demonstrations end with {tokenizer.eos_token}"
+    if token is not None:
+        written = f"{tokenizer.convert_ids_to_tokens(token)} ({token})"
+        return (
+            f"the chat template ends a turn with {written}, {known}. Add {token} to eos_token_id in "
+            f"generation_config.json"
+        )
+    num_tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     return (
-        f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(token)} ({token}), at which no response "
-        f"stops; demonstrations end with {tokenizer.eos_token}. Add {token} to eos_token_id in generation_config.json"
+        f"the chat template ends a turn with {text[:40]!r}, {num_tokens} tokens of plain text, {known}. Let the "
+        f"template end turns with {tokenizer.eos_token}, or responses may go on as the user"
     )
 
 

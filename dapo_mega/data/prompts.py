@@ -18,7 +18,14 @@ from dapo_mega.data.ground_truths import extracted_answer, ground_truth_text
 from dapo_mega.data.inert_text import CUT, cut_ids, cut_special
 from dapo_mega.data.numbers import plain
 from dapo_mega.data.readers import Row, read_rows
-from dapo_mega.data.templates import as_messages, render_messages, response_text, template_text, templated_messages
+from dapo_mega.data.templates import (
+    as_messages,
+    render_messages,
+    response_text,
+    template_text,
+    templated_messages,
+    with_template_arguments,
+)
 from dapo_mega.data.tokenizer import end_of_turn, stop_tokens, without_embedding
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.records import RewardRecord
@@ -133,6 +140,7 @@ def load_prompts(
     compared with, a prompt over `max_prompt_tokens` (unless `long_prompts` is "drop"), a prompt with characters
     that the tokenizer does not know, and a dataset that leaves nothing to ask.
     """
+    tokenizer = with_template_arguments(tokenizer, config.template_arguments)
     questions, num_rows, num_conflicting = _read_questions(config, tokenizer, render)
     if not num_rows:
         raise InputError(f"dataset {config.path} has no rows; give one with prompts")
@@ -170,6 +178,7 @@ def load_demonstrations(
     boundary falls where generation will start. Rows are never deduplicated: a prompt may be shown with several
     responses. Raises `InputError` for a row over `max_tokens` and as `load_prompts` does.
     """
+    tokenizer = with_template_arguments(tokenizer, config.template_arguments)
     rows: list[Row] = []
     texts: list[str] = []
     responses: list[str] = []
@@ -238,6 +247,7 @@ def first_rows(
 ) -> list[RenderedRow]:
     """The first rows, or all, rendered and tokenised as `load_prompts` and `load_demonstrations` do it, whatever their
     length. Raises `InputError` as they do."""
+    tokenizer = with_template_arguments(tokenizer, config.template_arguments)
     rows = []
     for row in islice(read_rows(config), num_rows):
         _, _, text = _prompt(row, config, tokenizer, render)

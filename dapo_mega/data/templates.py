@@ -9,7 +9,9 @@ and say that no instruction is wanted.
 
 import ast
 import contextlib
+import copy
 import difflib
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -187,6 +189,43 @@ def render_messages(
             f"for others; use a template that takes tools, or an environment without"
         )
     return text
+
+
+def with_template_arguments(
+    tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer, whose chat template is given these arguments wherever it is used; itself where there are none.
+
+    Raises `InputError` for one that is set otherwise (messages, tools, tokenize), and for one that the template does
+    not read, where its text says what it reads.
+    """
+    if not arguments or tokenizer.chat_template is None:
+        return tokenizer
+    own = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"} - {"documents"}
+    if taken := sorted(own & arguments.keys()):
+        raise InputError(f"template_arguments: {taken[0]} is not for you to set; remove it")
+    read = _arguments_read(str(tokenizer.chat_template))
+    if read is not None and (unknown := sorted(arguments.keys() - read)):
+        known = ", ".join(sorted(read - own - {*tokenizer.special_tokens_map, "raise_exception", "strftime_now"}))
+        raise InputError(
+            f"template_arguments: the chat template of {tokenizer.name_or_path} does not read {unknown[0]}, but "
+            f"{known or 'no arguments at all'}; correct or remove it"
+        )
+    other = copy.copy(tokenizer)
+    setattr(other, "apply_chat_template", partial(tokenizer.apply_chat_template, **arguments))  # noqa: B010
+    return other
+
+
+def _arguments_read(template: str) -> set[str] | None:
+    """The variables that a chat template reads and does not set; None where that cannot be told."""
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # A tag of transformers.
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)  # It renders nothing.
+    try:
+        return meta.find_undeclared_variables(environment.parse(plain))
+    except TemplateSyntaxError:
+        return None
 
 
 def chat_text(

@@ -121,6 +121,11 @@ def without_embedding(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[in
     )
 
 
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the tokenizer's largest id: ids from there on are rows that pad a model's embedding."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 @functools.lru_cache
 def num_embeddings(folder: str) -> int | None:
     """`vocab_size` of the model in the folder; None where there is only a tokenizer."""
@@ -179,14 +184,18 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> i
 
 def template_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token with which the chat template ends a turn of the assistant; None where it has none."""
+    special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    found = list(filter(written_end(tokenizer).startswith, special))
+    return special[max(found, key=len)] if found else None
+
+
+def written_end(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the chat template writes behind a turn of the assistant, without white space around it."""
     from jinja2 import TemplateError
 
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _MARK}]
     try:
         rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except (TemplateError, TypeError, ValueError):  # Told where a prompt is rendered.
-        return None
-    behind = rendered.rpartition(_MARK)[2].lstrip()
-    special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    found = [token for token in special if _MARK in rendered and behind.startswith(token)]
-    return special[max(found, key=len)] if found else None
+        return ""
+    return rendered.rpartition(_MARK)[2].strip() if _MARK in rendered else ""

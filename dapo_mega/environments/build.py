@@ -13,7 +13,7 @@ from dapo_mega.algorithms.own_code import MisuseError
 from dapo_mega.config import RunConfig
 from dapo_mega.config.environment import OwnEnvironment, ProgramEnvironment
 from dapo_mega.data.prompts import Render
-from dapo_mega.data.templates import render_messages
+from dapo_mega.data.templates import render_messages, with_template_arguments
 from dapo_mega.data.tokenizer import decoder
 from dapo_mega.distributed.event_loops import outer_loop_set_aside
 from dapo_mega.environments.base import SINGLE_TURN, Environment
@@ -36,16 +36,18 @@ def make_environment(config: RunConfig, tokenizer: Any) -> tuple[Environment, Re
     if not isinstance(own, OwnEnvironment | ProgramEnvironment):
         return SINGLE_TURN, render_messages
     datasets = config.data.by_key
-    in_chats = {dataset.chat_template for dataset in datasets.values()}
-    if len(in_chats) > 1:
-        raise InputError(
-            f"an environment needs one kind of prompts, but chat_template is true for some of {', '.join(datasets)} "
-            f"and false for others; set it to the same"
-        )
+    (key, first), *others = datasets.items()
+    for other, dataset in others:
+        if (dataset.chat_template, dataset.template_arguments) != (first.chat_template, first.template_arguments):
+            raise InputError(
+                f"an environment needs one kind of prompts, but chat_template or template_arguments of {key} and "
+                f"{other} are not the same; set them to the same"
+            )
+    tokenizer = with_template_arguments(tokenizer, first.template_arguments)
     usual = config.batch.groups_per_step * config.batch.group_size
     if isinstance(own, ProgramEnvironment):
         tokenizer = copy.deepcopy(tokenizer)  # Another thread encodes with it.
-        dialogue = make_dialogue(own.dialogue, tokenizer, chat_template=in_chats.pop(), tools=())
+        dialogue = make_dialogue(own.dialogue, tokenizer, chat_template=first.chat_template, tools=())
         decode = decoder(tokenizer, [*ENDS, *ENDS.values()])
         wording = Wording(dialogue, decode, len(tokenizer))
         programs = Programs(own, SharedPrograms(own, wording), usual)
@@ -53,7 +55,7 @@ def make_environment(config: RunConfig, tokenizer: Any) -> tuple[Environment, Re
     pool = EnvironmentPool(own)
     try:
         tools = _run(own, _tools(pool))
-        dialogue = make_dialogue(own.dialogue, tokenizer, in_chats.pop(), tools, own.history)
+        dialogue = make_dialogue(own.dialogue, tokenizer, first.chat_template, tools, own.history)
         render = partial(render_messages, tools=tools, add_generation_prompt=False)
         return Turns(own, pool, dialogue, usual), render
     except BaseException:

@@ -2,10 +2,11 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from dapo_mega.config import DatasetConfig
 from dapo_mega.config.paths import DATASET_SUFFIXES
@@ -116,7 +117,9 @@ def sources(chosen: Sequence[str], folder: Path | None = None) -> list[Source]:
     return [found[name] for name in BENCHMARKS if name in found]
 
 
-def dataset_of(source: Source, template: str, chat_template: bool) -> DatasetConfig:
+def dataset_of(
+    source: Source, template: str, chat_template: bool, template_arguments: Mapping[str, Any] = MappingProxyType({})
+) -> DatasetConfig:
     """How the benchmark's problems are read and asked. Raises InputError, naming the forms that are known, for a
     source whose first row has none of them."""
     bare = DatasetConfig(path=source.path, split=source.benchmark.split)
@@ -135,6 +138,7 @@ def dataset_of(source: Source, template: str, chat_template: bool) -> DatasetCon
                     "ground_truth_style": columns.style,
                     "template": template,
                     "chat_template": chat_template,
+                    "template_arguments": dict(template_arguments),
                 }
             )
     known = " or ".join(f"{columns.prompt} and {columns.ground_truth}" for columns in source.benchmark.columns)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Choices:
     template: str = TEMPLATE
     extraction: str = EXTRACTION
     chat_template: bool | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def samples_of(self, source: Source) -> int:
         """The k of a benchmark. Raises InputError where greedy responses would all be the same."""
@@ -64,7 +65,7 @@ def configuration(
 ) -> RunConfig:
     """The benchmark as the configuration of a run that only evaluates, so that responses are sampled and scored as in
     training."""
-    dataset = dataset_of(source, choices.template, chat_template)
+    dataset = dataset_of(source, choices.template, chat_template, choices.template_arguments)
     max_tokens = choices.max_tokens_of(context)
     return validated(
         RunConfig,

@@ -34,6 +34,7 @@ class Evaluator:
         decode: Decode,
         stop_token_ids: tuple[int, ...],
         environment: Environment = SINGLE_TURN,
+        num_tokens: int | None = None,
     ) -> None:
         """`examples` are the first responses to some prompts in the last evaluation."""
         self.examples: list[Example] = []
@@ -45,7 +46,7 @@ class Evaluator:
         self._scorer = ResponseScorer(config.reward.for_evaluation(), reward, decode)
         self._results: list[EvaluatedResponse] = []
         how, longest = config.evaluation, config.rollout.max_response_tokens
-        sampling = SamplingParams(how.temperature, how.top_p, how.top_k, longest, stop_token_ids)
+        sampling = SamplingParams(how.temperature, how.top_p, how.top_k, longest, stop_token_ids, num_tokens)
         # The same in every evaluation: two evaluations differ by the weights only.
         self._numbering = Numbering(EVALUATION_IDS, self._k, config.seed, sampling)
 

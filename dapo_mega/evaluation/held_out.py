@@ -7,7 +7,7 @@ import torch
 
 from dapo_mega.config import RunConfig
 from dapo_mega.data import load_evaluation_prompts, load_tokenizer
-from dapo_mega.data.tokenizer import decoder, stop_tokens
+from dapo_mega.data.tokenizer import decoder, num_ids, stop_tokens
 from dapo_mega.environments.build import make_environment
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.evaluator import Evaluator
@@ -44,7 +44,7 @@ def evaluate_checkpoint(config: RunConfig, samples: Path | None = None) -> dict[
         if config.reward.is_own:
             try_reward(reward, trial_record(prompts.prompts[0]))
         decode, stops = decoder(tokenizer), stop_tokens(path, tokenizer)
-        evaluator = Evaluator(config, prompts.prompts, reward, decode, stops, environment)
+        evaluator = Evaluator(config, prompts.prompts, reward, decode, stops, environment, num_ids(tokenizer))
         metrics = engine.run(evaluator.run(engine.generate))
     if samples:
         account = {"settings": evaluation_settings(config)}

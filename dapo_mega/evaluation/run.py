@@ -13,7 +13,7 @@ from dapo_mega.atomic_files import replace_file
 from dapo_mega.cli import print_once
 from dapo_mega.config import RunConfig
 from dapo_mega.data import load_prompts, load_tokenizer
-from dapo_mega.data.tokenizer import decoder, stop_tokens
+from dapo_mega.data.tokenizer import decoder, num_ids, stop_tokens
 from dapo_mega.errors import InputError
 from dapo_mega.evaluation.benchmarks import Source
 from dapo_mega.evaluation.choices import Choices, configuration, record, refuse_differences
@@ -99,6 +99,8 @@ def _tasks(evaluation: Evaluation, tokenizer: Any) -> Iterator[Task]:
     versions = {name: found for name, found in package_versions().items() if name in _DECIDING_PACKAGES}
     has_template = tokenizer.chat_template is not None
     chat_template = has_template if choices.chat_template is None else choices.chat_template
+    if choices.template_arguments and not chat_template:
+        raise InputError("--template-arguments are of a chat template, which is not used here; leave them out")
     print_once(f"model: {model.path}, sha256 {digest[:12]}, {evaluation.dtype}, context of {context} tokens")
     how = "through the tokenizer's chat template" if chat_template else "as plain text"
     why = f" (the tokenizer has {'a' if has_template else 'no'} chat template)"
@@ -149,7 +151,8 @@ def _prompts(config: RunConfig, source: Source, tokenizer: Any, limit: int | Non
 def answered(task: Task, part_size: int, tokenizer: Any, model: Path, sampler: Callable[[Task], Sampler]) -> Path:
     """The file with the responses to all requests of a benchmark, after asking those that are missing."""
     with contextlib.closing(make_reward(task.config, for_evaluation=True)) as reward:
-        evaluator = Evaluator(task.config, task.prompts, reward, decoder(tokenizer), stop_tokens(model, tokenizer))
+        decode, ends = decoder(tokenizer), stop_tokens(model, tokenizer)
+        evaluator = Evaluator(task.config, task.prompts, reward, decode, ends, num_tokens=num_ids(tokenizer))
         k = task.config.evaluation.responses_per_prompt
         store = ResponseStore(task.folder, evaluator.requests, k, part_size, tokenizer)
         if not store.is_finished:

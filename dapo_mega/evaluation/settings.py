@@ -5,7 +5,7 @@ from typing import Any, Final
 from dapo_mega.config import RunConfig
 
 GROUPS: Final = {
-    "template": ("template", "chat_template"),
+    "template": ("template", "chat_template", "template_arguments"),
     "grader": ("grader",),
     "budget": ("max_response_tokens",),
     "sampling": ("temperature", "top_p", "top_k"),
@@ -24,6 +24,7 @@ def evaluation_settings(config: RunConfig) -> dict[str, Any]:
         "seed": config.seed,
         "template": dataset.template if dataset else None,
         "chat_template": dataset.chat_template if dataset else None,
+        "template_arguments": (dataset.template_arguments or None) if dataset else None,
         "grader": deciding.model_dump(mode="json", exclude={"name", "weight", "correct", "incorrect"})
         if deciding
         else None,

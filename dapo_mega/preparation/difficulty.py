@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from dapo_mega.config import RunConfig
 from dapo_mega.data import load_tokenizer
-from dapo_mega.data.tokenizer import decoder, stop_tokens
+from dapo_mega.data.tokenizer import decoder, num_ids, stop_tokens
 from dapo_mega.errors import FleetError, InputError
 from dapo_mega.metrics.run_text import installed_versions
 from dapo_mega.preparation.asking import (
@@ -136,7 +136,8 @@ def _measure(
         try_reward(reward, trial_record(prompts[0]), needs_correctness=needs)
         scorer = ResponseScorer(config.reward.for_evaluation(), reward, decoder(tokenizer), num_open * samples)
         rollout, ends = config.rollout, stop_tokens(Path(config.model.path), tokenizer)
-        sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens, ends)
+        limits = rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens
+        sampling = SamplingParams(*limits, ends, num_ids(tokenizer))
         numbering = Numbering(DIFFICULTY_IDS, samples, config.seed, sampling)
         parts = ((n, [(p, r) for p in batch for r in numbering.of(p.index, p)]) for n, batch in enumerate(todo))
         failures: dict[int, str] = {}

@@ -183,7 +183,7 @@ def _stated(text: str) -> str | None:
     last_box = boxes[-1].end if boxes else -1
     for cue in reversed(_cues(text, max(0, last_box))):
         answer = _after_cue(text, cue, has_box=bool(boxes))
-        if answer:
+        if answer and answer.casefold() != "$answer":  # The instruction's own words, said again.
             return answer
     if not boxes or not boxes[-1].content.strip():
         return None

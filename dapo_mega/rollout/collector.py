@@ -85,6 +85,7 @@ class Collector:
         stop_token_ids: tuple[int, ...],
         activity: Activity | None = None,
         environment: Environment = SINGLE_TURN,
+        num_tokens: int | None = None,
     ) -> None:
         """`activity` notes when responses are scored. `recent` holds the responses that were scored last, kept or not;
         `pop_fates` says where groups went, and `left_over` how many groups were held and in flight when the last step
@@ -103,6 +104,7 @@ class Collector:
             top_k=config.rollout.top_k,
             max_new_tokens=config.rollout.max_response_tokens,
             stop_token_ids=stop_token_ids,
+            num_tokens=num_tokens,
         )
         self._greedy_sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
         self._has_greedy = config.algorithm.advantage.has_greedy

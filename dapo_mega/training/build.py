@@ -22,7 +22,7 @@ from dapo_mega.data import (
     load_training_prompts,
 )
 from dapo_mega.data.preview import preview_run
-from dapo_mega.data.tokenizer import decoder, stop_tokens
+from dapo_mega.data.tokenizer import decoder, num_ids, stop_tokens
 from dapo_mega.engines.embedded.fleet import EmbeddedFleet
 from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.environments.base import Environment
@@ -205,11 +205,18 @@ def build_run(
         config.reward, rewards.training, decode, config.batch.groups_per_step * config.batch.group_size
     )
     environment, _ = make_environment(config, inputs.tokenizer)
+    num_tokens = num_ids(inputs.tokenizer)
     prompts = inputs.train_prompts.prompts
     evaluator = beside = None
     if inputs.evaluation_prompts:
         evaluator = Evaluator(
-            config, inputs.evaluation_prompts.prompts, rewards.evaluation, decode, stop_token_ids, environment.apart()
+            config,
+            inputs.evaluation_prompts.prompts,
+            rewards.evaluation,
+            decode,
+            stop_token_ids,
+            environment.apart(),
+            num_tokens,
         )
         if config.evaluation.beside_training:
             beside = BesideTraining(evaluator, config.evaluation, check_stop, activity)
@@ -220,7 +227,7 @@ def build_run(
         fleet=fleet,
         weight_sync=weight_sync,
         environment=environment,
-        collector=Collector(config, prompts, fleet, scorer, stop_token_ids, activity, environment),
+        collector=Collector(config, prompts, fleet, scorer, stop_token_ids, activity, environment, num_tokens),
         evaluator=evaluator,
         beside=beside,
         rewards=rewards,

@@ -272,7 +272,7 @@ def some(records):
     return score(records)
 """
 
-CHAT = "{% for m in messages %}{{ m['content'] }}={% endfor %}"
+CHAT = "{% for m in messages %}{{ m['content'] }}={% endfor %}{{ ending }}"
 
 # The keys of a dataset -> other values. Of the prompts to train on those of `FREE` may change, and others are refused.
 OTHER_DATA = {
@@ -289,7 +289,11 @@ LONG_PROMPTS = (
 )  # fmt: skip
 CHANGED_LIMITS = {"data.max_prompt_tokens": (10, "evaluation_prompts"), "data.long_prompts": ("refuse", "error")}
 CHANGED_DATA = [
-    *(f"data.{section}.{key}" for section in ("train", "mixture", "evaluation") for key in OTHER_DATA),
+    *(
+        f"data.{section}.{key}"
+        for section in ("train", "mixture", "evaluation")
+        for key in (*OTHER_DATA, "template_arguments")
+    ),
     *CHANGED_LIMITS,
     "data.mixture.weight",
 ]
@@ -505,6 +509,20 @@ def test_other_prompts_are_asked_in_evaluations_and_refused_in_training(resumes)
             if not (is_other if section == "evaluation" or key in FREE else is_refused):
                 wrong.append((section, key, after["error"]))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_other_template_arguments_are_asked_in_evaluations_and_refused_in_training(resumes):
+    for section, file in (("train", None), ("mixture.a", resumes.mixed), ("evaluation", None)):
+        settings = (f"data.{section}.chat_template=true",)
+        settings = (*settings, resumes.saved(settings, file))
+        before = resumes.resumed(settings, file, has_step=False)
+        changed = (*settings, f"data.{section}.template_arguments={{ending: 7}}")
+        after = resumes.resumed(changed, file, has_step=False)
+        if section == "evaluation":
+            assert not after["error"]
+            assert after["evaluation_prompts"] != before["evaluation_prompts"]
+        else:
+            assert "made with other training prompts than data.train gives now" in after["error"], section
 
 
 def test_longer_prompts_other_weights_and_other_datasets_take_effect(resumes):

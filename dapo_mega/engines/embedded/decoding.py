@@ -290,7 +290,9 @@ class RowBatch:
             streams = [request_uniforms(request.seed, count, start=step) for _, request in self._rows]
             self._uniforms = torch.from_numpy(np.stack(streams)).to(logits.device)
         uniforms = self._uniforms[: len(self._rows), step % _UNIFORMS_AT_ONCE]
-        return sample_tokens(logits, uniforms, self._sampling.temperature, self._sampling.top_p, self._sampling.top_k)
+        sampling = self._sampling
+        limits = sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_tokens
+        return sample_tokens(logits, uniforms, *limits)
 
     def _forward(self, token_ids: Tensor) -> Tensor:
         """Append `token_ids` [rows, 1] to the cache; returns the logits [rows, V] after them."""

@@ -30,24 +30,32 @@ def request_uniforms(seed: int, count: int, start: int = 0) -> npt.NDArray[np.fl
 
 
 def sample_tokens(
-    logits: Tensor, uniforms: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    num_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Inverse-CDF draws from softmax(logits / temperature) filtered by top-k, then top-p: (tokens, log-probs).
 
     `logits` [B, V]; `uniforms` [B] in [0, 1] on their device, one number per row. Tokens are [B] int64. Log-probs are
     [B] float32 in nats under the unfiltered softmax(logits / temperature), as SGLang reports them. `temperature` 0
     takes the most probable token, with its log-prob at temperature 1. `top_k` 0 means no limit; `top_p` is the share of
-    the top-k's mass. Raises FloatingPointError for logits that define no distribution (NaN, +inf, all -inf).
+    the top-k's mass. Ids from `num_tokens` on pad the vocabulary: they count in log-probs and are never drawn. Raises
+    FloatingPointError for logits that define no distribution (NaN, +inf, all -inf).
     """
-    num_tokens = logits.shape[-1]
     scaled = logits.float() if temperature in (0, 1) else logits.float() / temperature
-    probs = torch.softmax(scaled, dim=-1)
+    probs = choices = torch.softmax(scaled, dim=-1)
+    if num_tokens is not None and num_tokens < probs.shape[-1]:
+        choices = probs[:, :num_tokens] / probs[:, :num_tokens].sum(dim=-1, keepdim=True)
+    width = choices.shape[-1]
     if temperature == 0:
-        tokens = probs.argmax(dim=-1, keepdim=True)
-    elif top_p == 1 and (top_k == 0 or top_k >= num_tokens):
-        tokens = _inverse_cdf(probs, uniforms)
+        tokens = choices.argmax(dim=-1, keepdim=True)
+    elif top_p == 1 and (top_k == 0 or top_k >= width):
+        tokens = _inverse_cdf(choices, uniforms)
     else:
-        weights, candidates = _filter(probs, top_p, min(top_k or num_tokens, num_tokens))
+        weights, candidates = _filter(choices, top_p, min(top_k or width, width))
         tokens = candidates.gather(1, _inverse_cdf(weights, uniforms))
     drawn = probs.gather(1, tokens).squeeze(1)
     if not bool((drawn > 0).all()):

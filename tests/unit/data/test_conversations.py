@@ -161,6 +161,15 @@ def test_a_demonstration_ends_once_with_what_ends_a_turn(tmp_path: Path) -> None
         assert texts == expected
 
 
+def test_a_turn_that_ends_with_plain_text_is_named_with_what_stops_responses(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n###\n{% endfor %}"
+    config = _dataset(tmp_path, [{"prompt": "6 x 7?", "answer": "42"}], chat_template=True)
+    said = turn_without_stop(config, _chat_tokenizer(tmp_path, template, ("</s>",)))
+    assert "ends a turn with '###', 3 tokens of plain text, at which no response stops, but at </s> (1)" in str(said)
+    nothing = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert turn_without_stop(config, _chat_tokenizer(tmp_path, nothing, ("</s>",))) is None
+
+
 def test_a_response_that_goes_on_behind_its_end_is_refused(tmp_path: Path) -> None:
     tokenizer = _chat_tokenizer(tmp_path)
     many = [ASSISTANT, ASSISTANT]

@@ -12,7 +12,10 @@ import pytest
 from dapo_mega.config import DatasetConfig
 from dapo_mega.data.preview import second_bos, stop_token_disagreement, turn_without_stop, with_marked_specials
 from dapo_mega.data.prompts import first_rows
+from dapo_mega.data.templates import with_template_arguments
 from dapo_mega.data.tokenizer import decoder, load_tokenizer, stop_tokens
+from dapo_mega.environments.dialogues import make_dialogue
+from dapo_mega.errors import InputError
 from dapo_mega.samples.pieces import TokenPieces
 
 NAMES = ("qwen3", "gemma3", "llama3_1", "deepseek_v3", "smollm2")
@@ -41,11 +44,12 @@ def ids_of(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def prompts_of(folder, tokenizer, prompts, chat_template=True):
+def prompts_of(folder, tokenizer, prompts, chat_template=True, **arguments):
     rows = [{"prompt": prompt, "answer": "1"} for prompt in prompts]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"path": str(folder / "data.jsonl"), "columns": {"ground_truth": "answer"}, "template": "as_is"}
-    config = DatasetConfig.model_validate({**values, "chat_template": chat_template})
+    values |= {"chat_template": chat_template, "template_arguments": arguments}
+    config = DatasetConfig.model_validate(values)
     return config, first_rows(config, tokenizer, None)
 
 
@@ -64,6 +68,32 @@ def test_prompts_are_those_of_transformers_with_one_first_token(tmp_path, name):
     assert ["Be brief." in row.text for row in rows] == [False, True, True]
     assert turn_without_stop(config, tokenizer) is None
     assert stop_token_disagreement(Path(tokenizer.name_or_path), tokenizer) is None
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+def test_thinking_is_switched_as_by_transformers_in_first_and_later_turns(tmp_path, arguments):
+    tokenizer = real("qwen3")
+
+    def ids(messages):
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **arguments)
+
+    config, (row,) = prompts_of(tmp_path, tokenizer, [[SYSTEM, USER]], **arguments)
+    assert row.token_ids.tolist() == ids([SYSTEM, USER])
+    assert ("<think>" in row.text) == (arguments == {"enable_thinking": False})
+    dialogue = make_dialogue("auto", with_template_arguments(tokenizer, config.template_arguments), True, ())
+    answer = {"role": "assistant", "content": "2"}
+    assert dialogue.whole([SYSTEM, USER, answer, USER]) == ids([SYSTEM, USER, answer, USER])
+    before = tokenizer.apply_chat_template([SYSTEM, USER], return_dict=False)
+    assert [*before, *dialogue.opening([SYSTEM, USER], [])] == row.token_ids.tolist()
+    opened = ids([USER])[len(tokenizer.apply_chat_template([USER], return_dict=False)) :]
+    assert dialogue.extend(row.token_ids.tolist(), [tokenizer.eos_token_id], [USER])[-len(opened) :] == opened
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_that_no_template_reads_are_refused(tmp_path, name):
+    known = "enable_thinking" if name == "qwen3" else ""
+    with pytest.raises(InputError, match=f"does not read enable_thoughts, but .*{known}"):
+        prompts_of(tmp_path, real(name), [[USER]], enable_thoughts=False)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,11 +1,13 @@
 """Templates hold the papers' texts, leave problems untouched and are never put around a prompt twice."""
 
+import copy
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from dapo_mega.data.templates import TEMPLATES, render, render_messages, templated_messages
+from dapo_mega.data.templates import TEMPLATES, render, render_messages, templated_messages, with_template_arguments
 from dapo_mega.data.tokenizer import build_byte_tokenizer
 from dapo_mega.errors import InputError
 
@@ -66,6 +68,28 @@ def test_the_last_user_turn_is_wrapped_and_turns_are_joined_by_newlines() -> Non
 
 def test_messages_with_from_and_value_are_read() -> None:
     assert render_prompt([{"from": "human", "value": "2+2?"}], "Q: {problem}") == "Q: 2+2?"
+
+
+def test_arguments_reach_the_chat_template_if_it_reads_them() -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% set at = 1 %}{% for m in messages %}{% generation %}{{ m.content }}{{ mood.name if mood }}"
+        "{% endgeneration %}{% endfor %}"
+    )
+    arguments = {"mood": {"name": "!"}}
+    given = with_template_arguments(copy.deepcopy(tokenizer), arguments)
+    assert render_prompt("2+2?", "as_is", copy.deepcopy(given)) == "2+2?!"
+    assert render_prompt("2+2?", "as_is", tokenizer) == "2+2?"
+    assert with_template_arguments(tokenizer, {}) is tokenizer
+    for name, said in (
+        ("at", "does not read at, but mood;"),
+        ("tools", "tools is not for you"),
+        ("messages", "not for"),
+    ):
+        with pytest.raises(InputError, match=said):
+            with_template_arguments(tokenizer, {**arguments, name: 1})
+    tokenizer.chat_template = "{% unheard_of %}"  # What it reads cannot be told.
+    assert with_template_arguments(tokenizer, arguments) is not tokenizer
 
 
 def test_the_chat_template_gets_every_turn_and_opens_the_answer() -> None:

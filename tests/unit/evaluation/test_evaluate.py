@@ -303,13 +303,16 @@ def test_what_is_on_disk_is_not_mixed_with_what_it_does_not_belong_to(model, dat
 def test_a_chat_template_is_used_if_there_is_one_unless_it_is_switched_off(model, data, tmp_path, capsys):
     chat = tmp_path / "chat"
     shutil.copytree(model, chat)
-    (chat / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<reply>")
+    (chat / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<reply{{ how }}>"
+    )
     prompts = {}
-    for name, chosen in (("auto", None), ("off", False)):
-        sampler = ScriptedSampler(chat, right_twice)
-        run_evaluation(evaluation(chat, data, tmp_path / name, sampler, chat_template=chosen, num_problems=1))
+    for name, chosen, given in (("auto", None, {}), ("off", False, {}), ("argument", True, {"how": " soon"})):
+        choices = {"chat_template": chosen, "template_arguments": given, "num_problems": 1}
+        run_evaluation(evaluation(chat, data, tmp_path / name, ScriptedSampler(chat, right_twice), **choices))
         prompts[name] = pq.read_table(tmp_path / name / "gsm8k" / SAMPLES)["prompt"][0].as_py()
     assert prompts["auto"] == f"<user>{prompts['off']}<reply>"
+    assert prompts["argument"] == f"<user>{prompts['off']}<reply soon>"
     assert "Solve the following math problem" in prompts["off"]
     shown = capsys.readouterr().out
     assert "through the tokenizer's chat template (the tokenizer has a chat template)" in shown

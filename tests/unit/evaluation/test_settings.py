@@ -10,6 +10,7 @@ def test_everything_that_decides_a_score_is_saved():
     overrides = [
         "data.evaluation.template=qwen_math",
         "data.evaluation.chat_template=true",
+        "data.evaluation.template_arguments={enable_thinking: false}",
         "reward.extraction=boxed",
         "reward.numeric_tolerance=0.01",
         "rollout.max_response_tokens=48",
@@ -21,6 +22,7 @@ def test_everything_that_decides_a_score_is_saved():
     assert {name: settings[name] for names in GROUPS.values() for name in names} == {
         "template": "qwen_math",
         "chat_template": True,
+        "template_arguments": {"enable_thinking": False},
         "grader": {"kind": "answer", "extraction": "boxed", "numeric_tolerance": 0.01},
         "max_response_tokens": 48,
         "temperature": 0.6,

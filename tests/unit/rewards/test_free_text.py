@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import pytest
 
 from dapo_mega.rewards import extract_answer
@@ -9,6 +12,14 @@ from tests.unit.rewards.growth import growing_too_fast
 def verifier():
     with AnswerVerifier(1, 5.0, "auto") as verifier:
         yield verifier
+
+
+def test_real_responses_say_what_a_reader_finds():
+    """Those of SmolLM2 to GSM8K and MATH-500 that state an answer, which was read by hand."""
+    lines = (Path(__file__).parent / "real_responses.jsonl").read_text().splitlines()
+    read = [json.loads(line) for line in lines]
+    found = [extract_answer(each["response"], "auto") for each in read]
+    assert found == [each["answer"] for each in read]
 
 
 def test_what_is_said_about_an_answer_is_no_part_of_it(verifier):

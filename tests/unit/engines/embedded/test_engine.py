@@ -272,6 +272,13 @@ def test_bf16_logprobs_are_as_near_to_float32_as_those_of_a_full_forward() -> No
     assert torch.cat(ours).mean() < 1.1 * torch.cat(full).mean()
 
 
+def test_ids_that_the_tokenizer_lacks_are_not_sampled(engine: EmbeddedEngine) -> None:
+    free = make_requests([6, 3], 8, SamplingParams(max_new_tokens=20))
+    largest = max(int(response.token_ids.max()) for response in generate(engine, free))
+    padded = [replace(request, sampling=SamplingParams(max_new_tokens=20, num_tokens=largest)) for request in free]
+    assert max(int(response.token_ids.max()) for response in generate(engine, padded)) < largest
+
+
 def test_a_stop_token_ends_a_response_and_belongs_to_it(engine: EmbeddedEngine) -> None:
     stops = (3, 11)
     requests = make_requests([6, 3], 16, SamplingParams(max_new_tokens=20, stop_token_ids=stops))

@@ -136,6 +136,20 @@ def test_logprobs_are_those_of_the_unfiltered_distribution(filters: dict[str, fl
     assert torch.allclose(logprobs.double(), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 9}, {"top_p": 0.9}, {"top_k": 1000}, {"temperature": 0.0}])
+def test_rows_that_pad_a_vocabulary_are_never_drawn_and_count_in_logprobs(filters: dict[str, float]) -> None:
+    vocabulary, num_tokens = 151_936, 151_669  # Qwen3's.
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))
+    logits[num_tokens:] += 12  # Nearly all of the mass.
+    how = {"temperature": 1.0, **filters, "num_tokens": num_tokens}
+    tokens, logprobs = sample_tokens(logits.expand(64, -1), grid(64), **how)  # type: ignore[arg-type]
+    assert int(tokens.max()) < num_tokens
+    assert torch.allclose(logprobs, logits.log_softmax(-1)[tokens], atol=1e-4)
+    there_are = {**how, "num_tokens": None}
+    expected = sample_tokens(logits[:num_tokens].expand(64, -1), grid(64), **there_are)[0]  # type: ignore[arg-type]
+    assert float((tokens == expected).float().mean()) > 0.9  # Shares of the mass are rounded otherwise.
+
+
 def test_temperature_zero_is_greedy_with_the_logprob_at_temperature_one() -> None:
     tokens, logprobs = sample_tokens(LOGITS.expand(3, -1), torch.tensor([0.0, 0.5, 1.0]), temperature=0)
     assert tokens.tolist() == [0, 0, 0]
