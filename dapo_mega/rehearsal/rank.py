@@ -194,8 +194,8 @@ def _name_memory(device: PretendedDevice, trainer: Trainer) -> None:
     """Call what models have made by now by its kind: the optimizer's state, FP8 weights beside those in bf16."""
     for model in filter(None, (trainer.policy, trainer.critic)):
         device.call_it("optimizer", _own_state(model))
-    for model in filter(None, (trainer.policy, trainer.critic, trainer.reference)):
-        for chunk in model.chunks:
+    for built in (trainer.policy, trainer.critic, trainer.reference):
+        for chunk in built.chunks if built else ():
             device.call_it("parameters", _parts(chunk.parameters()))
             copies = (vars(module).get("_fp8_workspaces", {}).values() for module in chunk.modules())
             device.call_it("FP8 weights", _parts(chain.from_iterable(copies)))
