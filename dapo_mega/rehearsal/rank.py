@@ -30,6 +30,7 @@ from dapo_mega.megatron.core.layers import is_fp8
 from dapo_mega.megatron.core.optimization import gradient_buffers, optimizer_state
 from dapo_mega.megatron.core.repairs import cpu_accelerator
 from dapo_mega.megatron.core.repairs.offloaded_optimizer import HybridDeviceOptimizer
+from dapo_mega.megatron.megatron_model import MegatronModel
 from dapo_mega.megatron.objectives import needs_whole_trajectories
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.megatron.trained_model import TrainedModel
@@ -195,7 +196,7 @@ def _name_memory(device: PretendedDevice, trainer: Trainer) -> None:
     for model in filter(None, (trainer.policy, trainer.critic)):
         device.call_it("optimizer", _own_state(model))
     for built in (trainer.policy, trainer.critic, trainer.reference):
-        for chunk in built.chunks if built else ():
+        for chunk in built.chunks if isinstance(built, MegatronModel) else ():
             device.call_it("parameters", _parts(chunk.parameters()))
             copies = (vars(module).get("_fp8_workspaces", {}).values() for module in chunk.modules())
             device.call_it("FP8 weights", _parts(chain.from_iterable(copies)))
