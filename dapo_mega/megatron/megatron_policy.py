@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
@@ -40,8 +41,9 @@ class TokenScoring(MegatronModel):
         make_labels = partial(chosen_tokens, with_entropy=True)
         with self._at_temperature(temperature):
             for _ in range(_CALIBRATION_PASSES if self._lacks_scales() else 0):
-                # Transformer Engine takes scales from passes with gradients only, none of which was made yet.
-                with torch.enable_grad():
+                # Transformer Engine takes scales from passes with gradients only, none of which was made yet. Nothing
+                # is kept for their backward passes, which never come.
+                with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda kept: kept):
                     self._run(batches, make_labels)
             with torch.no_grad():
                 outputs = self._run(batches, make_labels)

@@ -204,6 +204,12 @@ class ActivationModel:
         """Input and reciprocal root of a norm behind attention or MLP that is not in place of the one before."""
         return self.hidden + 4 * self.shared_tokens if self.placement.arch.norms == "around" else 0.0
 
+    @property
+    def _quantizes_attention(self) -> bool:
+        """Whether the output projection keeps its input in FP8, beside the attention's output. Where scales are the
+        tensor's own, Megatron lets it keep that output."""
+        return self.compute.fp8.scaling == "delayed"
+
     def _around_attention(self) -> float:
         """Norms of queries and keys, rotary angles, the output projection's input."""
         arch, heads = self.placement.arch, self.placement.query_heads
@@ -221,7 +227,7 @@ class ActivationModel:
             total += heads * size * (_FLOAT + self.element)
         if self.is_local:
             total += heads * size * self.element
-        elif self.compute.fp8.enabled:
+        elif self._quantizes_attention:
             total += heads * size * self.operand
         return self.tokens * total
 
@@ -316,7 +322,7 @@ class ActivationModel:
     @property
     def _te_attention_output(self) -> float:
         """The output projection's input, which Transformer Engine's attention otherwise keeps as its own output."""
-        is_kept = not self.is_local and not self.compute.fp8.enabled
+        is_kept = not self.is_local and not self._quantizes_attention
         return is_kept * self.tokens * self.placement.query_heads * self.placement.arch.head_dim * self.element
 
     def _te_attention(self) -> float:

@@ -206,8 +206,9 @@ def cache_bytes_per_token(placement: RankLayout, engine: EngineLayout) -> float:
 
 
 def _layer_gradients(model: ActivationModel) -> float:
-    """Gradients within the widest part of a layer: of an MLP's product, of its gate and up, of its input and output; or
-    of the projection that processes with shared key heads gather, twice while it is scattered."""
+    """Gradients within the widest part of a layer: of an MLP's product, of its gate and up, of its input and output,
+    less the product's input that is free by then, which is smaller in FP8; or of the projection that processes with
+    shared key heads gather, twice while it is scattered."""
     arch, parallel = model.placement.arch, model.placement.parallel
     widths = [(model.tokens * arch.ffn_hidden_size / parallel.tensor, model.tokens * arch.hidden_size)]
     if arch.experts:
@@ -216,4 +217,5 @@ def _layer_gradients(model: ActivationModel) -> float:
         widths.append((rows * arch.experts.ffn_hidden_size / parallel.expert_tensor, rows * arch.hidden_size))
     placement = model.placement
     projection = placement.gathers_projection * 2 * model.tokens * placement.projected_heads * arch.head_dim
-    return model.element * max(projection, *(3 * inner + 2 * outer for inner, outer in widths))
+    gradients = (4 * inner + 2 * outer - inner * model.operand / model.element for inner, outer in widths)
+    return model.element * max(projection, *gradients)

@@ -168,6 +168,8 @@ class PretendedDevice(TorchDispatchMode):
     # ---- operations ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # Tensors made of others, such as those in FP8: what they do with these is counted.
         kwargs = kwargs or {}
         tensors = _tensors((*args, *kwargs.values()))
         is_here = any(tensor.is_meta for tensor in tensors)

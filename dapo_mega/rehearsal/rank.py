@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from dapo_mega.distributed import accelerator
 from dapo_mega.distributed.commands import Own
 from dapo_mega.megatron import fused_logprobs, logprobs
 from dapo_mega.megatron.core import checkpoint_files
+from dapo_mega.megatron.core.layers import is_fp8
 from dapo_mega.megatron.core.optimization import gradient_buffers, optimizer_state
 from dapo_mega.megatron.core.repairs import cpu_accelerator
 from dapo_mega.megatron.core.repairs.offloaded_optimizer import HybridDeviceOptimizer
+from dapo_mega.megatron.megatron_model import MegatronModel
 from dapo_mega.megatron.objectives import needs_whole_trajectories
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.megatron.trained_model import TrainedModel
@@ -118,6 +121,7 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None, *, al
     @contextlib.contextmanager
     def phase(name: str) -> Iterator[None]:
         gc.collect()
+        _name_memory(device, trainer)
         device.forget_peak()
         world.phase, before = name, device.flops
         device.keeps_large_here = name == "save"
@@ -132,15 +136,13 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None, *, al
             trainer.build(with_engines=False)
         tensor = config.parallel.tensor
         device.num_logits = trainer.policy.arch.padded_vocab_size(tensor) // tensor
-        models = [model for model in (trainer.policy, trainer.critic) if model]
-        for model in models:
+        for model in filter(None, (trainer.policy, trainer.critic)):
             device.call_it("gradients", gradient_buffers(model.chunks))
-            device.call_it("optimizer", _own_state(model))
             model.optimizer.step = device.holds("optimizer", model.optimizer.step)
         play_step(trainer, config, samples, phase)
-        for model in models:
-            device.call_it("optimizer", _own_state(model))
-        always = {kind: device.live[kind] for kind in ("parameters", "gradients", "optimizer")}
+        _name_memory(device, trainer)
+        kinds = ("parameters", "gradients", "optimizer", *(("FP8 weights",) if config.compute.fp8.enabled else ()))
+        always = {kind: device.live[kind] for kind in kinds}
     num_micro_batches = len(trainer._batch.mini_batches[0])
     return Played(world.events, peaks, flops, always, num_micro_batches)
 
@@ -164,6 +166,9 @@ def play_step(
                 whole_trajectories=needs_whole_trajectories(config),
             )
         trainer._take(Own(planned))
+    if config.compute.fp8.scaling == "delayed":  # The first scoring of a run finds scales beforehand.
+        with phase("scales"):
+            trainer.score(0)
     with phase("score"):
         scores = trainer.score(0)
         if scores.penalties is not None:
@@ -184,6 +189,24 @@ class TrainerAlone(Trainer):
 
     def command(self, method: Any, arguments: Any, named: Any) -> list[Any]:
         return [method(self, *arguments, **named)]
+
+
+def _name_memory(device: PretendedDevice, trainer: Trainer) -> None:
+    """Call what models have made by now by its kind: the optimizer's state, FP8 weights beside those in bf16."""
+    for model in filter(None, (trainer.policy, trainer.critic)):
+        device.call_it("optimizer", _own_state(model))
+    for built in (trainer.policy, trainer.critic, trainer.reference):
+        for chunk in built.chunks if isinstance(built, MegatronModel) else ():
+            device.call_it("parameters", _parts(chunk.parameters()))
+            copies = (vars(module).get("_fp8_workspaces", {}).values() for module in chunk.modules())
+            device.call_it("FP8 weights", _parts(chain.from_iterable(copies)))
+
+
+def _parts(tensors: Iterable[Any]) -> Iterator[Tensor]:
+    """What tensors in FP8 are made of: bytes and scales. Megatron's notes on parameters have other names."""
+    for tensor in tensors:
+        if is_fp8(tensor):
+            yield from (part for name, part in vars(tensor).items() if name[0] == "_" and isinstance(part, Tensor))
 
 
 def _own_state(model: TrainedModel) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from dapo_mega.planning.communication import step_traffic
-from dapo_mega.planning.memory import ASLEEP_BYTES, GIB, activation_parts, layer_kind
+from dapo_mega.planning.memory import ASLEEP_BYTES, GIB, activation_parts, layer_kind, trainer_memory
 from dapo_mega.planning.parameters import ParameterBytes, adapter_numels, num_parameters, stage_bytes
 from dapo_mega.planning.step_time import layer_flops, recomputed_share
 from dapo_mega.rehearsal.communication import Event
@@ -55,7 +55,8 @@ def _layers(rehearsal: Rehearsal) -> str:
         layers = "Transformer Engine's layers"
     else:
         layers = "local layers" + (" in place of Transformer Engine's" if _has_other_layers(rehearsal) else "")
-    return layers + (" and FP8 off" if rehearsal.given.compute.fp8.enabled else "")
+    has_fp8 = rehearsal.config.compute.fp8.enabled
+    return layers + (" and FP8 off" if rehearsal.given.compute.fp8.enabled and not has_fp8 else "")
 
 
 def _stage_lines(rehearsal: Rehearsal, stage: int) -> Iterator[str]:
@@ -94,7 +95,14 @@ def planned_always(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
         held += ParameterBytes(held.parameters, 0, 0)
     if config.uses_critic:
         held += stage_bytes(placement.of_critic, stage, config.model, config.compute, config.critic_lora)
-    return {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
+    always: dict[str, float] = {
+        "parameters": held.parameters,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+    }
+    if config.compute.fp8.enabled:
+        always["FP8 weights"] = trainer_memory(rehearsal.workload, stage)["FP8 weights"]
+    return always
 
 
 def _activations(rehearsal: Rehearsal, stage: int, found: float) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from dapo_mega.config import RunConfig
+from dapo_mega.config import Fp8Config, RunConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture
@@ -96,11 +96,10 @@ def rehearsed_part(config: RunConfig, world_size: int) -> RunConfig:
     # One group for each replica and update.
     changed = {"groups_per_step": 2 * data_size, "mini_batch_groups": data_size, "epochs": 1}
     changed |= {"group_size": num_micro_batches * in_each, "tokens_per_microbatch": in_each * longest}
-    model = config.model
+    model, compute = config.model, config.compute
     if not has_emulated_gpu():
         model = model.model_copy(update={"layer_implementation": "local"})
-    fp8 = config.compute.fp8.model_copy(update={"scaling": "none", "params": False})
-    compute = config.compute.model_copy(update={"fp8": fp8})
+        compute = compute.model_copy(update={"fp8": Fp8Config()})
     checkpoint = config.checkpoint.model_copy(update={"asynchronous": True})
     changes = {"batch": batch.model_copy(update=changed), "model": model, "compute": compute, "checkpoint": checkpoint}
     return config.model_copy(update=changes)

@@ -19,6 +19,15 @@ SIZES = {
     "max_position_embeddings": 1024,
 }
 CASE = {"parallel": LAYOUT, "dtype": "bf16", **LONG}
+TWO = {"dtype": "bf16", **LONG}
+FP8 = {
+    "tensorwise": {**TWO, "parallel": {"context": 2}, "compute.fp8.scaling": "tensorwise"},
+    "blockwise": {**TWO, "parallel": {}, "compute.fp8.scaling": "blockwise", "compute.fp8.params": True},
+    # Last, as its scales are reduced as long as a process lives.
+    "delayed": {**TWO, "parallel": {"tensor": 2, "sequence": True}, "compute.fp8.scaling": "delayed"},
+}
+HISTORIES = 1024 * 5 * 4 * 4
+"""Bytes of a layer's largest values of 1,024 passes: three and two tensors of each of four products, in float32."""
 
 
 def test_transformer_engines_layers_are_rehearsed_as_they_run(tmp_path):
@@ -36,6 +45,32 @@ def test_transformer_engines_layers_are_rehearsed_as_they_run(tmp_path):
         assert sum(rank.flops[phase] for rank in played) / len(played) == pytest.approx(flops, rel=0.0001), phase
     for name, (sent, planned) in report.traffic(rehearsal).items():
         assert sent == pytest.approx(planned, rel=0.01), name
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    models = {False: str(make_qwen3_model(tmp_path_factory.mktemp("fp8"), **SIZES | {"intermediate_size": 1024}))}
+    return models, run_distributed(really, 2, FP8, models, timeout_s=600)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_is_rehearsed_as_it_runs(name, fp8):
+    rehearsal = compare(FP8[name], name, *fp8)
+    assert "FP8 off" not in next(report.report(rehearsal))
+    workload, played = rehearsal.workload, rehearsal.played.values()
+    parts = activation_parts(workload, workload.placement, 0)
+    histories = (name == "delayed") * workload.placement.arch.num_layers * HISTORIES
+    for rank in played:
+        assert rank.always == pytest.approx(report.planned_always(rehearsal, 0), rel=0.03)
+        # Passes that find scales keep nothing for a backward pass.
+        assert rank.peaks.get("scales", rank.peaks["score"]).num_bytes < 1.1 * rank.peaks["score"].num_bytes
+    held = max(rank.peaks["update"].num_bytes - sum(rank.always.values()) for rank in played)
+    assert held == pytest.approx(sum(parts) + histories, rel=0.03)
+    for phase, flops in report.planned_flops(rehearsal, 0).items():
+        assert sum(rank.flops[phase] for rank in played) / len(played) == pytest.approx(flops, rel=0.0001), phase
+    if name == "tensorwise":  # Not planned: sequences gathered in FP8, embeddings gathered in bf16 with FP8 parameters.
+        for kind, (sent, planned) in report.traffic(rehearsal).items():
+            assert sent == pytest.approx(planned, rel=0.01), kind
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -339,7 +339,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 
 
 def _whole(part: Tensor, height: int, width: int, start: int, fill: float = 0.0) -> Tensor:
-    flat = torch.full((height * width,), fill)
+    flat = torch.full((height * width,), fill, device=part.device)
     flat[start : start + part.numel()] = part.flatten().float()
     return flat.view(height, width)
 

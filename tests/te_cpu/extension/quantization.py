@@ -95,7 +95,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 
 def _amax(tensor: Tensor) -> Tensor:
-    return tensor.abs().max().float() if tensor.numel() else torch.zeros(())
+    return tensor.abs().max().float() if tensor.numel() else torch.zeros((), device=tensor.device)
 
 
 def _set(output: Any, name: str, data: Tensor | None) -> None:
@@ -191,7 +191,7 @@ def _quantize_blocks(tensor: Tensor, quantizer: Any, output: Any) -> None:
         # As cuBLAS takes them: [blocks of the product's inner dimension, rows], but square blocks the other way round.
         if (two_d and columnwise) or (not two_d and not columnwise and not compact):
             inverse = inverse.t()
-        padded = torch.zeros(quantizer.get_scale_shape(tensor.shape, columnwise))
+        padded = torch.zeros(quantizer.get_scale_shape(tensor.shape, columnwise), device=tensor.device)
         padded[: inverse.shape[0], : inverse.shape[1]] = inverse
         for name, value in ((f"{prefix}_data", data), (f"{prefix}_scale_inv", padded)):
             existing = getattr(output, name)
