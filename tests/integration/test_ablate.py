@@ -11,16 +11,19 @@ import psutil
 import pytest
 
 from dapo_mega.metrics import read_metrics
+from tests.distributed.launching import run_script
 
 from .runs import REPOSITORY, prepare, read_status
 
 pytestmark = pytest.mark.integration
 
 
-def command(config, output, *arguments):
-    tool = [sys.executable, "-W", "ignore", str(REPOSITORY / "tools" / "ablate.py"), "--config", str(config)]
+TOOL = REPOSITORY / "tools" / "ablate.py"
+
+
+def arguments_of(config, output):
     rows = ["--rows", "naive_grpo", "overlong_filtering", "--seeds", "0", "--processes", "1"]
-    return [*tool, "--output-dir", str(output), *rows, "num_steps=2", "evaluation.every=0", *arguments]
+    return ["--config", str(config), "--output-dir", str(output), *rows, "num_steps=2", "evaluation.every=0"]
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -44,17 +47,20 @@ def kill_when(process, condition, timeout_s=240):
 def test_a_killed_ladder_continues_and_leaves_finished_runs_alone(tmp_path):
     config, output = prepare(tmp_path), tmp_path / "ladder of two"
     naive, filtering = (output / "ladder" / name / "seed0" for name in ("naive_grpo", "overlong_filtering"))
+    given = arguments_of(config, output)
+    command = [sys.executable, "-W", "ignore", str(TOOL), *given]
     with (tmp_path / "first.log").open("w") as log:
-        process = subprocess.Popen(command(config, output), stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)
         kill_when(process, (filtering / "run.lock").exists)
     assert read_status(naive)["state"] == "finished"
     assert "| Naive GRPO | 30 |" in (output / "results.md").read_text()
     finished = {path: path.stat().st_mtime_ns for path in naive.rglob("*") if path.is_file()}
 
-    result = subprocess.run(command(config, output), capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "run 1 of 2" not in result.stdout
-    assert "run 2 of 2, overlong_filtering seed 0: finished after step 2" in result.stdout
+    errors = tmp_path / "errors"
+    status, printed = run_script(TOOL, given, errors=errors)
+    assert status == 0, printed + errors.read_text()
+    assert "run 1 of 2" not in printed
+    assert "run 2 of 2, overlong_filtering seed 0: finished after step 2" in printed
     assert {path: path.stat().st_mtime_ns for path in naive.rglob("*") if path.is_file()} == finished
     assert [record["step"] for record in read_metrics(filtering / "metrics.jsonl")] == [0, 1, 2]
     content = json.loads((output / "results.json").read_text())
@@ -63,7 +69,7 @@ def test_a_killed_ladder_continues_and_leaves_finished_runs_alone(tmp_path):
     assert content["versions"]["torch"]
     assert (output / "curves.png").is_file()
 
-    changed = command(config, output, "optimizer.learning_rate=0.5", "--dry-run")
-    refused = subprocess.run(changed, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
-    assert refused.returncode == 2
-    assert refused.stderr.startswith(f"error: naive_grpo seed 0 in {naive} was begun with other settings (optimizer.")
+    status, _ = run_script(TOOL, [*given, "optimizer.learning_rate=0.5", "--dry-run"], errors=errors)
+    assert status == 2
+    begun = f"error: naive_grpo seed 0 in {naive} was begun with other settings (optimizer."
+    assert errors.read_text().startswith(begun)
