@@ -34,16 +34,18 @@ LAYOUTS = {
     "tp2": {"tensor": 2},
     "tp2_sequence": TP2,
     "tp4_two_processes_to_a_key_head": {"tensor": 4, "sequence": True},
-    "pp2": {"pipeline": 2},
     "pp4": {"pipeline": 4},
-    "vpp2x2": {"pipeline": 2, "virtual_pipeline": 2},
     "tp2_vpp2x2": {**TP2, "pipeline": 2, "virtual_pipeline": 2},
-    "cp2": {"context": 2},
     "tp2_cp2": {**TP2, "context": 2},
     "cp2_pp2": {"context": 2, "pipeline": 2},
 }
+# The table above has each of these in a combination.
+SINGLE = {
+    "pp2": {"pipeline": 2},
+    "vpp2x2": {"pipeline": 2, "virtual_pipeline": 2},
+    "cp2": {"context": 2},
+}
 SPREAD = {
-    "ep2": {"expert": 2},
     "tp2_ep4": {**TP2, "expert": 4},
     "pp2_ep2": {"pipeline": 2, "expert": 2},
     "tp2_etp2": {**TP2, "expert_tensor": 2},
@@ -66,6 +68,8 @@ CASES = {
 }
 # The rest of the parity table's kinds, and its largest world.
 WHOLE_TABLE = {
+    **{name: {"parallel": parallel} for name, parallel in SINGLE.items()},
+    "ep2": {"parallel": {"expert": 2}, "has_experts": True},
     "pp2_embedding_alone": {"parallel": {"pipeline": 2, "pipeline_layout": [0, 4]}},
     "vpp2x2_ends_alone": {"parallel": {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": [0, 3, 1, 0]}},
     "tp2_unfused": {"parallel": TP2, "compute.fused_output_layer": False},

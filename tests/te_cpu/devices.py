@@ -47,7 +47,7 @@ class MixedDevicesError(RuntimeError):
 
 def _storage(tensor: Tensor) -> Any:
     with torch._C.DisableTorchFunction():
-        if hasattr(tensor, "get_data_tensors"):  # Of FP8: its class has the values.
+        if type(tensor) is not Tensor and hasattr(tensor, "get_data_tensors"):  # Of FP8: its class has the values.
             tensor = next(part for part in tensor.get_data_tensors() if part is not None)
         return tensor.untyped_storage()
 
@@ -108,9 +108,9 @@ class _Dispatch(TorchDispatchMode):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            gpu = [tensor for tensor in tensors if on_gpu(tensor)]
+            gpu, host = _by_place(tensors)
             if not _call.is_kernel:
-                check(func, args, tensors)
+                check(func, args, gpu, host)
         for tensor in tensors:
             if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
                 with _asked(), self:  # What its class does to its parts is seen.
@@ -141,11 +141,17 @@ class _Facts:
 _facts = functools.cache(_Facts)
 
 
-def check(func: Any, args: Any, tensors: list[Tensor]) -> None:
+def _by_place(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those on the GPU and those on the host."""
+    places: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for tensor in tensors:
+        places[not on_gpu(tensor)].append(tensor)
+    return places
+
+
+def check(func: Any, args: Any, gpu: list[Tensor], host: list[Tensor]) -> None:
     """Raises MixedDevicesError where CUDA would raise for the tensors' devices."""
     facts = _facts(func)
-    gpu = [tensor for tensor in tensors if on_gpu(tensor)]
-    host = [tensor for tensor in tensors if not on_gpu(tensor)]
     if facts.library == "c10d":
         _check_collective(facts.name, args, gpu, host)
         return
@@ -162,11 +168,12 @@ def check(func: Any, args: Any, tensors: list[Tensor]) -> None:
         lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
         is_fine = all(len({on_gpu(tensor) for tensor in row}) == 1 for row in zip(*lists, strict=True))
     else:
-        written = [t for i in facts.written for t in tree_leaves(args[i : i + 1]) if isinstance(t, Tensor)]
-        is_scalar = facts.takes_host_scalars and all(tensor.dim() == 0 for tensor in host)
-        is_fine = not host or (is_scalar and all(on_gpu(tensor) for tensor in written))
+        is_fine = not host
+        if host and facts.takes_host_scalars and all(tensor.dim() == 0 for tensor in host):
+            written = [t for i in facts.written for t in tree_leaves(args[i : i + 1]) if isinstance(t, Tensor)]
+            is_fine = all(map(on_gpu, written))
     if not is_fine:
-        seen = [(tuple(tensor.shape), "cuda" if on_gpu(tensor) else "cpu") for tensor in tensors]
+        seen = [(tuple(tensor.shape), "cuda" if on_gpu(tensor) else "cpu") for tensor in (*gpu, *host)]
         raise MixedDevicesError(f"{facts.name}: expected all tensors to be on the same device, got {seen}")
 
 
