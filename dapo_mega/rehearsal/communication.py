@@ -239,27 +239,28 @@ class Group(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any = None
     ) -> dist.Work:
-        return self._reduce_scatter(inputs[0], outputs, lambda parts: parts[self._own_rank], options)
+        return self._reduce_scatter(inputs[0], outputs, lambda parts: [parts[self._own_rank]], options)
 
     def reduce_scatter_single(self, output: Tensor, input_: Tensor, options: Any = None) -> dist.Work:
-        return self._reduce_scatter(
-            [input_], [output], lambda parts: parts[0].chunk(self._size)[self._own_rank], options
-        )
-
-    def _reduce_scatter(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: Callable[[Any], Tensor], options: Any
-    ) -> dist.Work:
-        operation = options.reduceOp if options else dist.ReduceOp.SUM
-        return self._collect(
-            "reduce_scatter", inputs, outputs, lambda everyones: [_reduced(list(map(own, everyones)), operation)]
-        )
+        return self.reduce_scatter_single_coalesced([output], [input_], options)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None
     ) -> dist.Work:
-        for output, input_ in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, input_, options)
-        return _Done()
+        return self._reduce_scatter(
+            inputs, outputs, lambda parts: [part.chunk(self._size)[self._own_rank] for part in parts], options
+        )
+
+    def _reduce_scatter(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: Callable[[Any], list[Tensor]], options: Any
+    ) -> dist.Work:
+        operation = options.reduceOp if options else dist.ReduceOp.SUM
+        return self._collect(
+            "reduce_scatter",
+            inputs,
+            outputs,
+            lambda everyones: [_reduced(parts, operation) for parts in zip(*map(own, everyones), strict=True)],
+        )
 
     # Gathering and distributing.
 
