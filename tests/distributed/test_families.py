@@ -15,7 +15,7 @@ from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes
 
 from .launching import run_distributed
-from .tiny import FAMILIES, FAMILY_MODELS, make_samples
+from .tiny import FAMILIES, FAMILY_MODELS, make_samples, with_routes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -28,6 +28,8 @@ ALL = DENSE + MIXTURES
 # What the families' own code has no part in, test_parallel_parity.py shows of one dense model.
 DELTA = tuple(name for name in ("qwen3_next", "qwen3_5") if name in FAMILY_MODELS)
 LEARNERS = ("qwen2, tied", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmo3", "gemma3_text", *DELTA)
+REPLAYED = "qwen3_next"
+"""Its tokens go to experts that are given, between its gated delta layers."""
 TP2 = {"tensor": 2, "sequence": True}
 
 
@@ -97,6 +99,9 @@ def try_model(checkpoint, model, case, processes):
         num_steps=2,
     )
     samples = [sample for sample in make_samples(12) if sample.loss_mask.any()]
+    if model == REPLAYED:
+        experts = policy.arch.experts
+        samples = with_routes(samples, policy.arch.num_layers, experts.number, experts.per_token)
     # Every replica gets all samples, so that their mean is the same under data parallelism.
     batch = pack(flatten(samples), policy.packing_layout, max_response_tokens=64)
     share = policy.context_shard(batch)
