@@ -7,6 +7,7 @@ SGLang loads the plugin if dapo_mega is installed in the server's environment (e
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -54,7 +55,6 @@ def register() -> None:
         _ = updater.receive_weights_from_distributed, updater.load_weights_from_distributed, updater.end_weight_update
         _ = module.init_custom_process_group, updater.begin_weight_update
         _ = importlib.import_module(_MANAGER).SchedulerWeightUpdaterManager.end_weight_update
-        _ = importlib.import_module(_ANSWERS).TokenizerManager.add_logprob_to_meta_info
     except (ImportError, AttributeError) as error:
         logger.warning("dapo_mega cannot extend this version of SGLang (0.5.23 is tested): %s", error)
         return
@@ -74,7 +74,9 @@ def register() -> None:
     HookRegistry.register(f"{_UPDATER}.WeightUpdater.end_weight_update", _end, HookType.AROUND)
     HookRegistry.register(f"{_MANAGER}.SchedulerWeightUpdaterManager.end_weight_update", _answer, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.get_internal_state", _announce, HookType.AFTER)
-    HookRegistry.register(f"{_ANSWERS}.TokenizerManager.add_logprob_to_meta_info", pack_logprobs, HookType.AROUND)
+    with contextlib.suppress(ImportError, AttributeError):  # Else answers have SGLang's own triples.
+        _ = importlib.import_module(_ANSWERS).TokenizerManager.add_logprob_to_meta_info
+        HookRegistry.register(f"{_ANSWERS}.TokenizerManager.add_logprob_to_meta_info", pack_logprobs, HookType.AROUND)
 
 
 def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -> Any:
