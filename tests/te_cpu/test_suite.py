@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500), has_sources]
 
 POLICY = "tests/numerics/test_policy_against_transformers.py"
 DEEPSEEK = "tests/numerics/test_deepseek.py"
+REHEARSAL = "tests/te_cpu/emulated/test_rehearsal.py"
 # One update of every family, and of tied layers with biases, and the log-probs behind it.
 IN_GATE = (
     *(
@@ -31,7 +32,7 @@ def test_what_needs_a_gpu_passes_on_the_emulated_one(pytestconfig):
     paths = [
         "tests/gpu/test_transformer_engine.py",
         "tests/te_cpu/emulated",
-        *(f"--ignore={file}" for file in DEVICES),
+        *(f"--ignore={file}" for file in (*DEVICES, REHEARSAL)),
     ]
     result = on_the_emulated_device(*paths, *([POLICY, DEEPSEEK, "--whole-table"] if whole else IN_GATE))
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
@@ -46,6 +47,13 @@ def test_what_needs_a_gpu_passes_on_the_emulated_one(pytestconfig):
     calls = re.search(r"calls of the emulated extension: (\d+)", result.stdout)
     assert calls
     assert int(calls[1]) > 0
+
+
+def test_rehearsals_do_what_processes_with_transformer_engines_layers_do():
+    """In a process of its own, as a user's: those that are rehearsed are its forks, and would know of other models."""
+    result = on_the_emulated_device(REHEARSAL)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    assert "6 passed" in result.stdout
 
 
 def test_the_first_hour_on_a_gpu_goes_through_on_the_emulated_one(tmp_path):

@@ -5,7 +5,6 @@ import pytest
 from dapo_mega.planning.memory import activation_parts
 from dapo_mega.rehearsal import device, report
 from dapo_mega.rehearsal.run import rehearse_run
-from tests import te_cpu
 from tests.distributed.launching import run_distributed
 from tests.distributed.test_rehearsal import LONG, compare, config_of, really
 from tests.distributed.tiny import make_qwen3_model
@@ -50,7 +49,6 @@ def test_transformer_engines_layers_are_rehearsed_as_they_run(tmp_path):
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory):
-    te_cpu.forget_models()  # Processes are forks of this one, where other tests have had models.
     models = {False: str(make_qwen3_model(tmp_path_factory.mktemp("fp8"), **SIZES | {"intermediate_size": 1024}))}
     return models, run_distributed(really, 2, FP8, models, timeout_s=600)
 
