@@ -1,6 +1,5 @@
 """What was recorded is read back as it was trained on, and a replay knows which steps it can repeat."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from dapo_mega.samples.files import file_of, samples_folder, write_table
 from dapo_mega.samples.pieces import TokenPieces
 from dapo_mega.samples.reading import read_step
 from dapo_mega.samples.rows import SampleFile, Training, rows_of
-from dapo_mega.samples.table import METADATA_KEY, to_table
+from dapo_mega.samples.table import account_of, metadata_of, to_table
 from dapo_mega.training.differences import compare_numbers, compare_samples
 from dapo_mega.training.replay import plan_replay
 from dapo_mega.types import Group, GroupFate, Prompt, Response
@@ -81,8 +80,8 @@ def test_groups_come_back_bit_for_bit_and_in_order(tmp_path):
 
 def with_account(path, **changes):
     table = pq.read_table(path)
-    account = json.loads(table.schema.metadata[METADATA_KEY])
-    write_table(path, table.replace_schema_metadata({METADATA_KEY: json.dumps({**account, **changes})}))
+    account = account_of(table.schema.metadata)
+    write_table(path, table.replace_schema_metadata(metadata_of({**account, **changes})))
 
 
 def test_a_step_that_cannot_be_replayed_is_refused_with_those_that_can(tmp_path):
