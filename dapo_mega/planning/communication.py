@@ -5,9 +5,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dapo_mega.config import ParallelConfig
+from dapo_mega.config import ParallelConfig, RunConfig
 from dapo_mega.planning.activations import LayerKind
-from dapo_mega.planning.parameters import DTYPE_BYTES, ParameterBytes, num_trained_parameters, stage_buffers
+from dapo_mega.planning.parameters import (
+    DTYPE_BYTES,
+    ParameterBytes,
+    fp8_elements,
+    num_trained_parameters,
+    stage_buffers,
+)
 from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
 
@@ -15,6 +21,8 @@ if TYPE_CHECKING:
     from dapo_mega.models import Architecture
 
 _WEIGHT_SYNC = "weight sync"
+_SCALE_BYTES = 4 / 128
+"""Of an element in FP8 that is scaled by block: a float32 for 128."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ def _data_parallel(workload: Workload) -> list[Traffic]:
         ("expert DP", spread, placement.expert_shards),
     ):
         sent = config.batch.updates_per_step * (shards - 1) / shards
-        weights = held.parameters * gatherings * (0.5 if compute.fp8.params and not config.lora else 1.0)
+        weights = held.parameters * gatherings
         traffic += [
             Traffic(
                 f"gradient reduce-scatter ({name})",
@@ -73,9 +81,15 @@ def _data_parallel(workload: Workload) -> list[Traffic]:
 
 
 def _largest_buffers(workload: Workload, placement: RankLayout) -> tuple[ParameterBytes, ParameterBytes]:
-    """`stage_buffers` of the stage with the most gradients."""
-    config, stages = workload.config, range(placement.parallel.pipeline)
-    buffers = [stage_buffers(placement, stage, config.model, config.compute, config.lora) for stage in stages]
+    """`stage_buffers` of the stage with the most gradients, its weights as they are gathered."""
+    config, buffers = workload.config, []
+    for stage in range(placement.parallel.pipeline):
+        held = stage_buffers(placement, stage, config.model, config.compute, config.lora)
+        in_fp8 = (
+            fp8_elements(placement, stage, config.compute) if config.compute.fp8.params and not config.lora else (0, 0)
+        )
+        saved = DTYPE_BYTES[config.model.dtype] - 1
+        buffers.append([replace(b, parameters=b.parameters - n * saved) for b, n in zip(held, in_fp8, strict=True)])
     dense, spread = (max((stage[part] for stage in buffers), key=lambda held: held.gradients) for part in (0, 1))
     return dense, spread
 
@@ -111,6 +125,7 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
         if arch.latent_attention:  # Each process has gradients of its own tokens of the products that make them.
             weights = latents - (arch.latent_attention.query_rank is None)
             tensor += config.batch.updates_per_step * layers * weights * arch.hidden_size**2 * 4 * 2 * ring
+    tensor -= _saved_by_fp8(config, placement, passes - backward, backward) * hidden * ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.
     gathers = passes * layers * placement.gathers_projection
     projection = gathers * tokens * placement.projected_heads * arch.head_dim * element * ring
@@ -144,6 +159,24 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
         replace(traffic, num_calls=number * num_micro_batches)
         for traffic, number in zip(everything, calls, strict=True)
     ]
+
+
+def _saved_by_fp8(config: RunConfig, placement: RankLayout, forward: float, backward: float) -> float:
+    """What Transformer Engine's gathering in FP8 saves under sequence parallelism, in hidden states of the stage with
+    the most layers: of inputs forwards and, where weights learn, again backwards, and of the outputs' gradients."""
+    fp8, arch = config.compute.fp8, placement.arch
+    if not (fp8.enabled and placement.parallel.sequence):
+        return 0.0
+    inner = range(fp8.bf16_layers_at_ends, arch.num_layers - fp8.bf16_layers_at_ends)
+    layers = [layer for layer in max(placement.stage_layers, key=len) if layer in inner]
+    has_shared = arch.experts is not None and arch.experts.shared_ffn_hidden_size is not None
+    outputs = sum(2 - (arch.has_experts(layer) and not has_shared) for layer in layers)
+    inputs = outputs + len(layers) * (_attention_inputs(arch)[1] - 1)
+    is_blockwise, learns = fp8.scaling == "blockwise", not config.lora
+    size = (1 + is_blockwise * _SCALE_BYTES) / DTYPE_BYTES[config.model.dtype]
+    # By block gradients are gathered once with scales along rows and, for those of weights, once along columns.
+    gradients = outputs * (1 - size * (1 + (is_blockwise and learns)))
+    return forward * inputs * (1 - size) + backward * (gradients + learns * inputs * (1 - size))
 
 
 def _attention_inputs(arch: "Architecture") -> tuple[float, float]:

@@ -244,14 +244,25 @@ def linear_elements(placement: RankLayout, layer: int) -> int:
     return sum(dense_numels(placement, chunk)) - vectors + sum(expert_numels(placement, chunk))
 
 
-def fp8_weight_bytes(placement: RankLayout, stage: int, compute: ComputeConfig) -> int:
-    """How FP8 changes a stage's parameter bytes: copies added to the bf16 weights, or replacing them."""
+def fp8_elements(placement: RankLayout, stage: int, compute: ComputeConfig) -> tuple[int, int]:
+    """Elements of a stage's weights that are in FP8, on one process: of those that data x context parallel ranks share,
+    and of spread experts."""
     if not compute.fp8.enabled:
-        return 0
+        return 0, 0
     ends = compute.fp8.bf16_layers_at_ends
     inner = range(ends, placement.arch.num_layers - ends)
     layers = [layer for chunk in placement.chunks(stage) for layer in chunk.layers if layer in inner]
     elements = sum(linear_elements(placement, layer) for layer in layers)
+    spread = 0
+    if placement.has_spread_experts:
+        chunks = [Chunk(range(layer, layer + 1), is_first=False, is_last=False) for layer in layers]
+        spread = sum(sum(expert_numels(placement, chunk)) for chunk in chunks)
+    return elements - spread, spread
+
+
+def fp8_weight_bytes(placement: RankLayout, stage: int, compute: ComputeConfig) -> int:
+    """How FP8 changes a stage's parameter bytes: copies added to the bf16 weights, or replacing them."""
+    elements = sum(fp8_elements(placement, stage, compute))
     return elements * (_FP8_WEIGHT_BYTES - (DTYPE_BYTES["bf16"] if compute.fp8.params else 0))
 
 

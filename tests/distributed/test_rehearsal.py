@@ -48,7 +48,7 @@ SINGLE = {
 SPREAD = {
     "tp2_ep4": {**TP2, "expert": 4},
     "pp2_ep2": {"pipeline": 2, "expert": 2},
-    "tp2_etp2": {**TP2, "expert_tensor": 2},
+    "tp2_ep2_etp2": {**TP2, "expert": 2, "expert_tensor": 2},
 }
 OVERLAPS = {"compute.overlap_grad_reduce": True, "compute.overlap_param_gather": True}
 CASES = {
@@ -106,6 +106,7 @@ NAMES = {
     "reduce_scatter_": "reduce_scatter",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "broadcast_": "broadcast",
+    "reduce_": "reduce",
     "gather_": "gather",
     "scatter_": "scatter",
     "send": "send",
@@ -147,15 +148,21 @@ def _given(tensors):
     return tensors[0].dtype, tuple(tensor.numel() for tensor in tensors)
 
 
+def of_routers(operation, dtype):
+    """Whether a router decides the sizes: of what goes to other processes' experts, and of what processes that share
+    experts' matrices gather and sum, in gloo's way of it."""
+    return operation == "all_to_all" or (operation in ("broadcast", "reduce") and dtype.is_floating_point)
+
+
 def comparable(events):
-    """A response's last token goes where its router sends it, which a rehearsed one does not know: of what goes to
-    other processes' experts only the parts are counted."""
+    """A response's last token goes where its router sends it, which a rehearsed one does not know: of what routers
+    decide only the parts are counted."""
     for ranks, operation, dtype, sizes, peer in events:
-        yield ranks, operation, dtype, len(sizes) if operation == "all_to_all" else sizes, peer
+        yield ranks, operation, dtype, len(sizes) if of_routers(operation, dtype) else sizes, peer
 
 
 def sent_to_experts(events):
-    return sum(sum(sizes) for _, operation, _, sizes, _ in events if operation == "all_to_all")
+    return sum(sum(sizes) for _, operation, dtype, sizes, _ in events if of_routers(operation, dtype))
 
 
 class Counting(TorchDispatchMode):
