@@ -17,7 +17,7 @@ collect_ignore = [] if "transformer_engine_torch" in sys.modules else ["te_cpu/e
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--whole-table", action="store_true", help="also the layouts and models that the gate leaves out: 10 minutes"
+        "--whole-table", action="store_true", help="also the layouts and models that the gate leaves out: 20 minutes"
     )
 
 

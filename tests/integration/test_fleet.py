@@ -741,7 +741,13 @@ def test_evaluations_on_engines_that_sample_by_seeds_come_out_the_same(split_eng
     assert len({tuple(row["token_ids"]) for row in tokens["whole"] + tokens["other"]}) == 2 * 24
 
 
-@pytest.mark.parametrize(("kind", "victims"), [("function", ["worker", "engine"]), ("program", ["program"] * 3)])
+@pytest.mark.parametrize(
+    ("kind", "victims"),
+    [
+        ("function", ["worker", "engine"]),
+        pytest.param("program", ["program"] * 3, marks=pytest.mark.whole_table),  # test_resume.py kills programs, too.
+    ],
+)
 def test_killed_at_random_moments_a_run_in_turns_loses_and_changes_nothing(tmp_path, two_engines, kind, victims):
     """The trainer is killed too. `python -m tests.integration.soak` does it for longer."""
     soak = Soak(tmp_path, two_engines, kind, random.Random(kind))

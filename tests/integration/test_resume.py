@@ -78,6 +78,7 @@ def test_killed_in_a_checkpoint_and_resumed_equals_uninterrupted(task, uninterru
     assert_equal_runs(uninterrupted, output)
 
 
+@pytest.mark.whole_table  # tests/integration/test_fleet.py has torchrun start a killed run again.
 def test_a_run_that_torchrun_starts_again_equals_uninterrupted(task, uninterrupted, monkeypatch):
     """Rank 0 is killed between checkpoints; torchrun keeps its store, with the addresses of the first attempt."""
     folder, config = task

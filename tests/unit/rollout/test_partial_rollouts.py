@@ -129,7 +129,7 @@ ORDERS = st.sampled_from(["oldest", "newest", "random"])
 SHARES = st.lists(st.sampled_from([0.0, 0.3, 0.7, 1.0]), min_size=3, max_size=12)
 
 
-@settings(max_examples=100, phases=[Phase.reuse, Phase.generate])
+@settings(max_examples=40, phases=[Phase.reuse, Phase.generate])
 @given(
     seed=st.integers(0, 2**16),
     order=ORDERS,
@@ -262,7 +262,7 @@ def test_a_group_that_fails_during_a_checkpoint_is_never_lost():
     assert subject.collect(1)[1]["rollout/dropped_groups"] == 1
 
 
-@settings(max_examples=50, phases=[Phase.reuse, Phase.generate])
+@settings(max_examples=25, phases=[Phase.reuse, Phase.generate])
 @given(
     seed=st.integers(0, 2**16),
     order=ORDERS,
