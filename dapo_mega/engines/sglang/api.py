@@ -149,8 +149,8 @@ def parse_scores(body: Any, token_ids: TokenIds, versions: VersionRange) -> LogP
 
 @_engines_fault()
 def parse_prompt_logprobs(body: Any, token_ids: TokenIds) -> LogProbs:
-    """Log-probs [L - 1] of all tokens but the first, of those from `logprob_start_len` on, whatever weights scored them.
-    Raises MalformedAnswer, also where one is missing or above 0."""
+    """Log-probs [L - 1] of all tokens but the first, of those from `logprob_start_len` on, by whatever weights. Raises
+    MalformedAnswer, also where one is missing or above 0."""
     values = _prompt_logprobs(_fields(body)[1], token_ids)
     if not (values <= _MAX_ROUNDING).all():
         raise MalformedAnswer("logprobs", "its prompt's log-probs are missing or above 0")
