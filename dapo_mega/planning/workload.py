@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dapo_mega.config import RunConfig
-from dapo_mega.models import load_architecture
 from dapo_mega.planning.activations import MicroBatchShape
 from dapo_mega.planning.rank_layout import RankLayout
 
@@ -23,6 +22,8 @@ class Workload:
     def teachers(self) -> list[RankLayout]:
         """Those that the trainer loads, in its layout; one whose folder is not here is taken to be of the policy's
         sizes."""
+        from dapo_mega.models import load_architecture  # It loads torch, which this arithmetic does without.
+
         distillation = self.config.distillation
         paths = [Path(teacher.path) for teacher in distillation.listed if teacher.path] if distillation else []
         archs = [load_architecture(path)[1] if path.is_dir() else self.placement.arch for path in paths]

@@ -1,6 +1,8 @@
 """On-policy distillation as whole runs: a teacher in a folder, and one on a real SGLang server."""
 
+import asyncio
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,6 +12,7 @@ from aiohttp import web
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from dapo_mega.algorithms.advantages import GroupNormAdvantage
 from dapo_mega.config import DistillationConfig, RunConfig, load_config
 from dapo_mega.data.tokenizer import build_byte_tokenizer, load_tokenizer
 from dapo_mega.engines.sglang.teachers import TeacherServers
@@ -80,6 +83,7 @@ class Teacher:
 
     def __init__(self, tokenizer):
         self.tokenizer, self.num_answers, self.fails_from, self.failures = tokenizer, 0, 0, 0
+        self.pause_s, self.at_once, self.most_at_once = 0.0, 0, 0
 
     async def answer(self, request):
         given = await request.json()
@@ -87,6 +91,12 @@ class Teacher:
             self.failures -= 1
             return web.Response(status=503, text="out of memory")
         self.num_answers += 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await asyncio.sleep(self.pause_s)
+        finally:
+            self.at_once -= 1
         ids = given["input_ids"] or self.tokenizer(given["text"])["input_ids"]
         ids = ids[given["logprob_start_len"] :]
         triples = [[None if i == 0 else -token / 100, token, None] for i, token in enumerate(ids)]
@@ -122,6 +132,45 @@ def test_a_teacher_that_dies_in_a_step_is_told_and_nothing_is_lost(task, tmp_pat
     assert [d for d in replayed.all if d.largest] == []
 
 
+def test_changed_teachers_take_effect_at_a_resume(task, tmp_path):
+    file, folder = task
+    teacher = Teacher(load_tokenizer(str(file.parent / "model")))
+    key = "distillation.teachers.default"
+
+    def resumed(*overrides):
+        given = [*NO_EVALUATION, f"output_dir={tmp_path / 'run'}", "checkpoint.every=1", *overrides]
+        run_training(load_config(RunConfig, file, given), accept_changes=True)
+
+    with serving(teacher.answer) as url:
+        resumed(f"{key}.urls=[{url}]", "num_steps=1")
+        for override, message in {
+            "api_key_env=NO_SUCH_KEY": "environment variable NO_SUCH_KEY holds no key",
+            "api_key_file=/no/such/key": "the file /no/such/key cannot be read",
+            "timeout_s=0.2": "within timeout_s=0.2",
+            "deadline_s=0.2": "within deadline_s=0.2",
+            "attempts=2": "after 2 attempts",
+        }.items():
+            teacher.pause_s, teacher.failures = 0.5 * override.endswith("_s=0.2"), 2 * override.startswith("attempts")
+            with pytest.raises(InputError, match=message):
+                resumed(f"{key}.urls=[{url}]", f"{key}.{override}", "num_steps=2")
+            stop_processes()
+        teacher.pause_s, teacher.most_at_once = 0.02, 0
+        resumed(f"{key}.urls=[{url}]", f"{key}.concurrency=3", "num_steps=2")
+        assert teacher.most_at_once == 3
+    # Not the server any more; beside the reward.
+    changes = ("distillation.coefficient=0.5", "distillation.reward_weight=2", "num_steps=3")
+    resumed(f"{key}.path={folder}", *changes)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = pq.read_table(tmp_path / "run" / "samples" / "step_00000003.parquet").to_pylist()
+    groups = groupby((row for row in rows if row["trainer_logprobs"]), lambda row: row["group"])
+    for members in (list(members) for _, members in groups):
+        advantages = GroupNormAdvantage().of_group([row["reward"] for row in members])
+        for row, advantage in zip(members, advantages, strict=True):
+            expected = logprobs_of(model, [*row["prompt_ids"], *row["token_ids"]])[len(row["prompt_ids"]) - 1 :]
+            distances = np.array(row["trainer_logprobs"]) - expected
+            np.testing.assert_allclose(row["advantages"], 2 * advantage - 0.5 * distances, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A real server of a model, and the model's folder."""
@@ -154,9 +203,11 @@ def test_a_real_server_scores_what_its_model_gives_the_sampled_tokens(served, mo
         # Its history was rewritten: the second piece is a sequence of its own.
         trajectory(2, [50, 60, 25, 35, 90, 1], [1, 1, 0, 0, 1, 1], (2, 6)),
     )
-    groups = [Group(Prompt(i, "", prompt, "", data_source=source), answers) for i, source in enumerate(["math", "law"])]
+    others = (trajectory(3, [50, 1], [1, 1], (2,)),)
+    given = {"math": answers, "law": others}
+    groups = [Group(Prompt(0, "", prompt, "", data_source=source), members) for source, members in given.items()]
     scored, unscored = teachers.scored(groups)
-    assert all(not len(member.teacher_logprobs) for member in unscored.trajectories)
+    assert unscored.trajectories == others
     expected = partial(logprobs_of, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     one, two, three = (member.teacher_logprobs for member in scored.trajectories)
     np.testing.assert_allclose(one, expected([*prompt, 50, 60, 1])[2:], atol=1e-4)
