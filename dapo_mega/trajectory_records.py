@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.types import ScoredTrajectory, Trajectory, Turn, no_routes
+from dapo_mega.types import ScoredTrajectory, Trajectory, Turn, no_logprobs, no_routes
 
 Record = dict[str, Any]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -74,6 +74,7 @@ def _absent(num_rows: int, finish_reason: Any, weight_version: Any) -> dict[str,
         "segments": (num_rows,),
         "stop": "",
         "routes": no_routes(),
+        "teacher_logprobs": no_logprobs(),
     }
 
 

@@ -112,6 +112,11 @@ def no_routes() -> Routes:
     return np.empty((0, 0, 0), np.int16)
 
 
+def no_logprobs() -> LogProbs:
+    """Of no tokens: where no teacher was asked."""
+    return np.empty(0, np.float32)
+
+
 @dataclass(frozen=True, eq=False)
 class Response:
     """What an engine sampled for one request.
@@ -200,7 +205,8 @@ class Trajectory:
     0 where no piece begins with the row's prompt. `stop` says why one with an environment is over (see
     `STOP_REASONS`); it is empty for a single answer. `routes` are the experts of the prompt's tokens and those of all
     rows [P + R, layers, experts per token], as the request said that sampled a token or came next; of no tokens where
-    they were not asked for.
+    they were not asked for. `teacher_logprobs` are those that a teacher's server gives the sampled tokens, 0 where
+    tokens were observed; of no tokens until a step that trains on them has asked.
 
     Every field is a column of checkpoints and, but for `routes`, of files of samples, see `trajectory_records`.
     """
@@ -215,6 +221,7 @@ class Trajectory:
     segments: tuple[int, ...] = field(metadata=column("integers", optional=True))
     stop: str = field(default="", metadata=column("text", optional=True))
     routes: Routes = field(default_factory=no_routes, metadata=column("routes", optional=True))
+    teacher_logprobs: LogProbs = field(default_factory=no_logprobs, metadata=column("float32", optional=True))
 
     @classmethod
     def of(cls, response: Response) -> Trajectory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -60,6 +61,15 @@ class MicroBatch:
     def rollout_logprobs(self) -> Tensor:
         """The engines' log-probs of the response tokens [N]."""
         return self.of_responses(self.targets.rollout_logprobs)
+
+    def teacher_logprobs(self, of_models: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """(log-probs that its teacher gives each response token, whether it has one), each [N] on the CPU. `of_models`
+        are those [N] of the teachers that have no server, by number."""
+        teachers = self.of_responses(self.targets.teachers).cpu()
+        found = self.of_responses(self.targets.teacher_logprobs).cpu()
+        for number, logprobs in of_models.items():
+            found = torch.where(teachers == number, logprobs.float().cpu(), found)
+        return found, teachers >= 0
 
     def places(self) -> tuple[Tensor, Tensor]:
         """The sample of every response token, and the position there that predicts it, each [N] on the CPU."""

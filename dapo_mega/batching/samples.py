@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dapo_mega.batching.step_advantages import is_in_loss, raw_advantages, step_advantages
-from dapo_mega.config import RunConfig
+from dapo_mega.config import DistillationConfig, RunConfig
 from dapo_mega.types import Group, LogProbs, Prompt, TokenIds, Trajectory
 
 LAST_TURN: Final = 4
@@ -42,6 +42,8 @@ class Sample:
     - `turns` int8: number of the turn that the token was sampled in, from 0, `LAST_TURN` for later ones too.
     - `advantages` float32.
     - `rollout_logprobs` float32: the engine's log-probs of the sampled tokens, in nats.
+    - `teachers` int8: number of the teacher that distils the token (see `DistillationConfig.listed`), -1 for none.
+    - `teacher_logprobs` float32: the log-probs that its server gives the sampled tokens, 0 where it has none.
     - `routes` int16 [L, layers, experts per token]: the experts that the token before went through in the engine, and
       so those of the position that predicts this one; -1 where the trainer's router is to decide. [L, 0, 0] where it
       decides always.
@@ -57,6 +59,8 @@ class Sample:
         turns            [ 0,   0,   0,   0,   0]
         advantages       [0.0, 0.0, 0.0, 0.7, 0.7]
         rollout_logprobs [0.0, 0.0, 0.0, -1.2, -0.1]
+        teachers         [-1,  -1,  -1,   0,   0]
+        teacher_logprobs [0.0, 0.0, 0.0, -2.0, -0.2]
     """
 
     token_ids: Tensor = field(metadata=column(torch.int32))
@@ -68,6 +72,8 @@ class Sample:
     turns: Tensor = field(metadata=column(torch.int8))
     advantages: Tensor = field(metadata=column(torch.float32))
     rollout_logprobs: Tensor = field(metadata=column(torch.float32))
+    teachers: Tensor = field(metadata=column(torch.int8, outside=-1))
+    teacher_logprobs: Tensor = field(metadata=column(torch.float32))
     routes: Tensor = field(metadata=column(torch.int16, outside=-1))
 
     def __len__(self) -> int:
@@ -105,6 +111,8 @@ def single_turn(
         turns=0,
         advantages=advantage,
         rollout_logprobs=0.0 if rollout_logprobs is None else np.asarray(rollout_logprobs),
+        teachers=-1,
+        teacher_logprobs=0.0,
         routes=np.empty((len(prompt_ids) + len(response_ids), 0, 0), np.int16),
     )
 
@@ -229,7 +237,7 @@ def samples_of_groups(groups: Sequence[Group], config: RunConfig, version: int) 
             advantages_of(groups, config), (member for group in groups for member in group.trajectories), strict=True
         )
     ]
-    return _join([(group.prompt, group.trajectories) for group in groups], version, verdicts)
+    return _join([(group.prompt, group.trajectories) for group in groups], version, verdicts, config.distillation)
 
 
 def samples_to_score(members: Iterable[tuple[Prompt, Trajectory]], version: int) -> FlatSamples | None:
@@ -239,7 +247,10 @@ def samples_to_score(members: Iterable[tuple[Prompt, Trajectory]], version: int)
 
 
 def _join(
-    groups: Sequence[tuple[Prompt, Sequence[Trajectory]]], version: int, verdicts: Sequence[tuple[float, bool]]
+    groups: Sequence[tuple[Prompt, Sequence[Trajectory]]],
+    version: int,
+    verdicts: Sequence[tuple[float, bool]],
+    distillation: DistillationConfig | None = None,
 ) -> FlatSamples:
     """`verdicts` are each trajectory's advantage and whether it is in the loss."""
     members = [(number, prompt, member) for number, (prompt, of_group) in enumerate(groups) for member in of_group]
@@ -251,6 +262,8 @@ def _join(
         fresh, engine_ids = member.versions >= version, np.full(member.num_rows, -1)
         for (url, end), start in zip(member.engine_spans, (0, *(end for _, end in member.engine_spans)), strict=False):
             engine_ids[start:end] = engines.index(url) if url else -1
+        teacher = distillation.number_of(prompt.data_source) if distillation else -1
+        teacher_logprobs = member.teacher_logprobs if len(member.teacher_logprobs) else np.zeros(member.num_rows)
         turns = np.searchsorted([turn.stop for turn in member.turns], np.arange(member.num_rows), side="right")
         for start, stop, has_prompt in member.pieces:
             piece = slice(start, stop)
@@ -271,6 +284,8 @@ def _join(
                     turns=turns[piece].clip(max=LAST_TURN),
                     advantages=advantage,
                     rollout_logprobs=member.logprobs[piece],
+                    teachers=teacher,
+                    teacher_logprobs=teacher_logprobs[piece],
                     routes=routes,
                 )
             )

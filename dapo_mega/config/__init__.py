@@ -17,6 +17,7 @@ from dapo_mega.config.data import (
     SftDataConfig,
     SourceConfig,
 )
+from dapo_mega.config.distillation import DistillationConfig, TeacherConfig
 from dapo_mega.config.evaluation import EvaluationConfig
 from dapo_mega.config.files import dump_config, load_config
 from dapo_mega.config.fleet import FleetConfig

@@ -15,6 +15,7 @@ from dapo_mega.config.choices import settled
 from dapo_mega.config.components import EnvironmentComponent, LengthDapoComponent
 from dapo_mega.config.compute import check_precision
 from dapo_mega.config.data import DataConfig
+from dapo_mega.config.distillation import DistillationConfig, TeacherConfig, without_reward
 from dapo_mega.config.environment import EnvironmentChoice, SingleTurnEnvironment
 from dapo_mega.config.evaluation import EvaluationConfig, check_beside_training
 from dapo_mega.config.lora import LoraConfig
@@ -85,6 +86,8 @@ class RunConfig(TrainingConfig):
     """What the policy acts in. With turns, rollout.max_response_tokens is for all of a trajectory."""
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    distillation: DistillationConfig | None = None
+    """On-policy distillation: teachers score the policy's tokens, in place of the reward or beside it. null: none."""
     critic: CriticConfig = CriticConfig()
     batch: BatchConfig = BatchConfig()
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), json_schema_extra=FREE)
@@ -106,6 +109,14 @@ class RunConfig(TrainingConfig):
             return raw
         return merged({"weight_sync": {"in_flight": "continue"}}, raw)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_equal_rewards_in(cls, raw: Any) -> Any:
+        """Without values of their own, filter and advantage are what a teacher alone needs."""
+        if not isinstance(raw, Mapping) or not without_reward(raw):
+            return raw
+        return merged({"algorithm": {"dynamic_sampling": False, "advantage": {"kind": "reward"}}}, raw)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_precision(self.model, self.compute)
@@ -117,6 +128,8 @@ class RunConfig(TrainingConfig):
             )
         self._check_reward()
         self._check_algorithm()
+        if self.distillation:
+            self._check_distillation(self.distillation)
         check_placement(self.rollout, self.weight_sync)
         if self.rollout.offload_trainer and self.compute.fp8.params:
             raise ValueError(
@@ -191,6 +204,18 @@ class RunConfig(TrainingConfig):
                 f"correct; {OTHER_FILTERS}"
             )
 
+    def _check_distillation(self, distillation: DistillationConfig) -> None:
+        if not distillation.reward_weight and self.algorithm.dynamic_sampling:
+            raise ValueError(
+                "algorithm.dynamic_sampling=true would drop groups whose rewards are equal, and with distillation."
+                "reward_weight=0 the teacher teaches by these, too; leave dynamic_sampling out, or raise the weight"
+            )
+        if self.rollout.temperature != 1 and any(teacher.urls for teacher in distillation.listed):
+            raise ValueError(
+                f"distillation: servers score tokens at temperature 1, and rollout.temperature="
+                f"{self.rollout.temperature:g}; set it to 1, or give the teacher as a path"
+            )
+
     def _check_algorithm(self) -> None:
         algorithm, size = self.algorithm, self.batch.group_size
         if self.batch.groups_per_step > (most := algorithm.max_generation_rounds * self.generation_groups):
@@ -261,7 +286,8 @@ class RunConfig(TrainingConfig):
     def scores_before_updates(self) -> bool:
         """Whether a step scores its responses before it trains on them. A single update scores them itself."""
         algorithm = self.algorithm
-        return self.batch.updates_per_step > 1 or algorithm.has_token_rewards or algorithm.policy_loss.chooses_tokens
+        uses_scores = algorithm.has_token_rewards or algorithm.policy_loss.chooses_tokens
+        return self.batch.updates_per_step > 1 or uses_scores or self.distillation is not None
 
     @property
     def uses_critic(self) -> bool:
@@ -272,6 +298,10 @@ class RunConfig(TrainingConfig):
     def critic_model(self) -> ModelConfig:
         """The critic as a model: the policy's settings with its own folder."""
         return self.model.model_copy(update={"path": self.critic.path or self.model.path})
+
+    def teacher_model(self, teacher: TeacherConfig) -> ModelConfig:
+        """A teacher as a model: the policy's settings with its own folder."""
+        return self.model.model_copy(update={"path": teacher.path})
 
     @property
     def critic_lora(self) -> LoraConfig | None:

@@ -121,6 +121,21 @@ def without_embedding(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[in
     )
 
 
+def refuse_other_tokens(tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
+    """Raise InputError, which names the `key`, unless the model in the folder `path` knows all tokens of the tokenizer
+    by the same ids."""
+    own, other = tokenizer.get_vocab(), load_tokenizer(path).get_vocab()
+    size = num_embeddings(path) or num_ids(tokenizer)
+    differing = [(i, token) for token, i in own.items() if other.get(token) != i or i >= size]
+    if differing:
+        i, token = min(differing)
+        there = "without an embedding" if other.get(token) == i else other.get(token, "missing")
+        raise InputError(
+            f"{key}={path} has other tokens than the policy: {token!r} has id {i} in {tokenizer.name_or_path} and is "
+            f"{there} there, as are {len(differing) - 1} more; give a model with the policy's tokenizer"
+        )
+
+
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the tokenizer's largest id: ids from there on are rows that pad a model's embedding."""
     return 1 + max(tokenizer.get_vocab().values())

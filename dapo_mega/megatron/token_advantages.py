@@ -17,6 +17,7 @@ from torch import Tensor
 from dapo_mega.algorithms.advantages import VARIANCE_FLOOR
 from dapo_mega.algorithms.returns import discounted_sums, generalized_advantages, is_last_of_segment
 from dapo_mega.batching.microbatch import MicroBatch, context_positions
+from dapo_mega.config import DistillationConfig
 from dapo_mega.distributed.processes import Processes
 
 Floats = npt.NDArray[np.float64]
@@ -64,6 +65,18 @@ def subtract_following_penalties(
         sums = torch.from_numpy(discounted_sums(whole[0], ids, 1.0))[own]
         changed.append(micro_batch.with_advantages(micro_batch.advantages.double() - sums))
     return changed
+
+
+def distilled(
+    batches: Sequence[MicroBatch], distances: Sequence[Tensor], settings: DistillationConfig
+) -> list[MicroBatch]:
+    """Advantages reward_weight x A - coefficient x d, where the distances d [N] are log p_policy - log p_teacher. On
+    average over sampled tokens, the gradient of d log p_policy is that of the token's reverse KL, given those before
+    it."""
+    return [
+        micro.with_advantages(settings.reward_weight * micro.advantages.cpu() - settings.coefficient * of_tokens)
+        for micro, of_tokens in zip(batches, distances, strict=True)
+    ]
 
 
 def sums_of_trajectories(

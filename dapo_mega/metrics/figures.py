@@ -41,6 +41,7 @@ FIGURES = (
     Figure("Loss", "loss", (Curve("policy/loss", "loss"),)),
     Figure("KL divergence", "nats per token", (
         Curve("policy/kl_to_old", "to the step's start"), Curve("policy/kl_to_reference", "to the starting model"),
+        Curve("policy/kl_to_teacher", "to the teacher"),
     )),
     Figure("Reward: <name>", "mean of this part", (
         Curve("reward/part_<name>", "training"), Curve("evaluation/part_<name>", "evaluation"),

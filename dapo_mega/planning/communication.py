@@ -99,10 +99,11 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     placement, config = workload.placement, workload.config
     arch, parallel = placement.arch, placement.parallel
     element = DTYPE_BYTES[config.model.dtype]
-    # Over the step's tokens: forward (scoring, a reference, updates), backward, repeated forward of layers. A critic
-    # scores and learns like the policy.
+    # Over the step's tokens: forward (scoring, a reference, teachers, updates), backward, repeated forward of layers. A
+    # critic scores and learns like the policy, and teachers are counted as large as it.
     models, epochs = 1 + config.uses_critic, float(config.batch.epochs)
-    forward, backward = models * (1 + epochs) + config.algorithm.uses_reference, models * epochs
+    frozen = config.algorithm.uses_reference + len(workload.teachers)
+    forward, backward = models * (1 + epochs) + frozen, models * epochs
     passes = forward + backward * (2 if config.compute.recompute == "full" else 1)
     tokens = workload.responses_per_step * workload.mean_length / placement.data_size / parallel.context
     shared = tokens / placement.sequence_size

@@ -140,6 +140,9 @@ def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
         always["FP8 weights"] = fp8_weight_bytes(placement, stage, config.compute)
     if config.algorithm.uses_reference and not config.lora:
         always["reference model"] = held.parameters
+    if teachers := workload.teachers:
+        of_teachers = (stage_bytes(layout, stage, config.model, config.compute) for layout in teachers)
+        always["teachers"] = sum(held.parameters for held in of_teachers)
     if config.uses_critic:
         critic = stage_bytes(placement.of_critic, stage, config.model, config.compute, config.critic_lora)
         always["critic"] = critic.parameters + critic.gradients + critic.optimizer

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dapo_mega.config import DatasetConfig, RunConfig, SftConfig, TrainingConfig
+from dapo_mega.config import DatasetConfig, DistillationConfig, RunConfig, SftConfig, TrainingConfig
 from dapo_mega.config.fleet import parse_address
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, load_architecture
@@ -28,6 +28,9 @@ def describe_run(config: RunConfig, world_size: int) -> list[str]:
             + (f", values clipped at {critic.value_clip:g}" if critic.value_clip else "")
         )
         notes += _critic_notes(config)
+    if config.distillation:
+        lines.append(_distillation_line(config.distillation))
+        notes += _teacher_notes(config, config.distillation)
     lines.append(_rollout_line(config))
     lines += _batch_lines(config, data_size)
     notes += [note for key, dataset in config.data.by_key.items() for note in _missing_dataset(key, dataset)]
@@ -154,6 +157,27 @@ def _critic_notes(config: RunConfig) -> list[str]:
             f"{policy.vocab_size}; give a critic that was made from a policy with the same tokenizer"
         )
     return []
+
+
+def _distillation_line(distillation: DistillationConfig) -> str:
+    listed = [
+        f"{name} {teacher.path or 'at ' + ', '.join(teacher.urls)}" for name, teacher in distillation.teachers.items()
+    ]
+    return (
+        f"distillation: teachers {'; '.join(listed)}; advantages are {distillation.reward_weight:g} x the reward's + "
+        f"{distillation.coefficient:g} x the teacher's"
+    )
+
+
+def _teacher_notes(config: RunConfig, distillation: DistillationConfig) -> list[str]:
+    """Notes on folders that are not here. Raises InputError for a teacher that does not fit the layout."""
+    notes = []
+    for name, teacher in distillation.teachers.items():
+        if teacher.path and Path(teacher.path).is_dir():
+            load_architecture(Path(teacher.path))[1].check_layout(config.parallel)
+        elif teacher.path:
+            notes.append(f"distillation.teachers.{name}.path={teacher.path} is not on this machine; it is not checked")
+    return notes
 
 
 def _rollout_line(config: RunConfig) -> str:

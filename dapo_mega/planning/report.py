@@ -36,6 +36,7 @@ _REMEDIES = {
     "weights to engines": "raise --engine-tensor, parallel.tensor or parallel.pipeline",
     "KV cache": "lower rollout.max_batch_rows or rollout.max_response_tokens",
     "reference model": "set algorithm.kl.coefficient=0",
+    "teachers": "serve them: distillation.teachers.NAME.urls in place of path",
     "critic": "raise parallel.tensor or parallel.pipeline, set compute.optimizer_offload, or use an advantage without "
     "critic: algorithm.advantage=group_norm",
 }

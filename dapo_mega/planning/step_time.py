@@ -2,7 +2,7 @@
 bound by: launches, latencies and the step's own work. No figure is beyond the rates of the machine."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dapo_mega.config import ParallelConfig
@@ -106,6 +106,8 @@ def step_time(
     num_micro_batches = workload.micro_batches(workload.mean_length)
     passes = 1 + config.algorithm.uses_reference
     forward = _slowest_stage(workload, machine, 1.0, 1.0, launches=1) * passes
+    for layout in workload.teachers:
+        forward += _slowest_stage(replace(workload, placement=layout), machine, 1.0, 1.0, launches=1)
     backward = 2.0 - bool(config.lora)  # Frozen weights have no gradients.
     layers, head = 1.0 + backward + recomputed_share(workload), 1.0 + backward + config.compute.fused_output_layer
     launches = 2 + (config.compute.recompute == "full")

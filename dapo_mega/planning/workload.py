@@ -1,7 +1,8 @@
 """How many tokens a rollout step has, and how they become micro-batches, before any response is known."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dapo_mega.config import RunConfig
 from dapo_mega.planning.activations import MicroBatchShape
@@ -16,6 +17,17 @@ class Workload:
     placement: RankLayout
     mean_prompt: float
     mean_response: float
+
+    @property
+    def teachers(self) -> list[RankLayout]:
+        """Those that the trainer loads, in its layout; one whose folder is not here is taken to be of the policy's
+        sizes."""
+        from dapo_mega.models import load_architecture  # It loads torch, which this arithmetic does without.
+
+        distillation = self.config.distillation
+        paths = [Path(teacher.path) for teacher in distillation.listed if teacher.path] if distillation else []
+        archs = [load_architecture(path)[1] if path.is_dir() else self.placement.arch for path in paths]
+        return [replace(self.placement, arch=arch) for arch in archs]
 
     @property
     def longest(self) -> int:

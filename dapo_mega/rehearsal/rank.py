@@ -195,7 +195,7 @@ def _name_memory(device: PretendedDevice, trainer: Trainer) -> None:
     """Call what models have made by now by its kind: the optimizer's state, FP8 weights beside those in bf16."""
     for model in filter(None, (trainer.policy, trainer.critic)):
         device.call_it("optimizer", _own_state(model))
-    for built in (trainer.policy, trainer.critic, trainer.reference):
+    for built in (trainer.policy, trainer.critic, trainer.reference, *trainer.teachers.values()):
         for chunk in built.chunks if isinstance(built, MegatronModel) else ():
             device.call_it("parameters", _parts(chunk.parameters()))
             copies = (vars(module).get("_fp8_workspaces", {}).values() for module in chunk.modules())
@@ -294,7 +294,8 @@ def _like(tensor: Tensor, moved: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def without_values(config: RunConfig, folder: Path) -> Iterator[RunConfig]:
-    """The configuration with models whose tensors have no values; a critic that is not here is made from the policy."""
+    """The configuration with models whose tensors have no values; a critic or a teacher that is not here is
+    made from the policy."""
     config = config.model_copy(update={"output_dir": str(folder)})
     if not Path(config.model.path).is_dir():
         assert config.model.architecture
@@ -302,6 +303,14 @@ def without_values(config: RunConfig, folder: Path) -> Iterator[RunConfig]:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
     if config.critic.path and not Path(config.critic.path).is_dir():
         config = config.model_copy(update={"critic": config.critic.model_copy(update={"path": None})})
+    if given := config.distillation:
+        teachers = {
+            name: teacher.model_copy(update={"path": config.model.path})
+            if teacher.path and not Path(teacher.path).is_dir()
+            else teacher
+            for name, teacher in given.teachers.items()
+        }
+        config = config.model_copy(update={"distillation": given.model_copy(update={"teachers": teachers})})
     original, head_of = stored_model.open_source, stored_model.stored_value_head
 
     def open_source(path: Path, family: ModelFamily, arch: Architecture) -> WithoutValues:

@@ -88,11 +88,13 @@ def _held(played: Played) -> str:
 
 
 def planned_always(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
-    """Bytes of a rank of a stage, by what they are: of the policy, its reference and the critic."""
+    """Bytes of a rank of a stage, by what they are: of the policy, its reference, teachers and the critic."""
     config, placement = rehearsal.config, rehearsal.workload.placement
     held = stage_bytes(placement, stage, config.model, config.compute, config.lora)
     if config.algorithm.uses_reference and not config.lora:
         held += ParameterBytes(held.parameters, 0, 0)
+    for layout in rehearsal.workload.teachers:
+        held += ParameterBytes(stage_bytes(layout, stage, config.model, config.compute).parameters, 0, 0)
     if config.uses_critic:
         held += stage_bytes(placement.of_critic, stage, config.model, config.compute, config.critic_lora)
     always: dict[str, float] = {
@@ -168,8 +170,7 @@ def planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
         layers, of_update = layers + adapters, of_update - linear + 3 * adapters
         head_passes -= 1
     score, update = layers + head, of_update + head_passes * head
-    if rehearsal.config.algorithm.uses_reference:
-        score *= 2
+    score *= 1 + rehearsal.config.algorithm.uses_reference + len(workload.teachers)
     if rehearsal.config.uses_critic:  # Its layers are the policy's, and its head is small.
         score, update = score + layers, update + of_update
     return {"score": score, "update": update}

@@ -15,7 +15,7 @@ from typing import Any, Self
 import aiohttp
 import numpy as np
 
-from dapo_mega.config.components.servers import ServerComponent, url_problem
+from dapo_mega.config.components.servers import ServerKeys, url_problem
 from dapo_mega.distributed.event_loops import outer_loop_set_aside
 from dapo_mega.errors import InputError
 from dapo_mega.rewards.bounded_http import open_session
@@ -43,9 +43,9 @@ class EndpointSettings:
     attempts: int = 3
 
     @classmethod
-    def of(cls, component: ServerComponent) -> Self:
-        """Those of a reward."""
-        return cls(**component.model_dump(include={field.name for field in fields(cls)}))
+    def of(cls, keys: ServerKeys) -> Self:
+        """Those of a reward or a teacher."""
+        return cls(**keys.model_dump(include={field.name for field in fields(cls)}))
 
 
 @dataclass(frozen=True)

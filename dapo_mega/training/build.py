@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dapo_mega.algorithms.entropy_control import EntropyControl
 from dapo_mega.algorithms.orders import OrderedPrompts, OwnOrder
@@ -22,7 +22,7 @@ from dapo_mega.data import (
     load_training_prompts,
 )
 from dapo_mega.data.preview import preview_run
-from dapo_mega.data.tokenizer import decoder, num_ids, stop_tokens
+from dapo_mega.data.tokenizer import decoder, num_ids, refuse_other_tokens, stop_tokens
 from dapo_mega.engines.embedded.fleet import EmbeddedFleet
 from dapo_mega.engines.protocol import RolloutFleet
 from dapo_mega.environments.base import Environment
@@ -51,6 +51,9 @@ from dapo_mega.training.run_records import dataset_cards
 from dapo_mega.training.trainer import Trainer
 from dapo_mega.types import Group, Prompt
 from dapo_mega.weight_sync.update import EmbeddedWeightSync, WeightSync
+
+if TYPE_CHECKING:
+    from dapo_mega.engines.sglang.teachers import TeacherServers
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +121,7 @@ class TrainingRun:
     check_stop: Callable[[], None]
     entropy: EntropyControl
     activity: Activity
+    teachers: TeacherServers | None = None
     preview: str = ""
     step: int = 0
     is_intact: bool = False
@@ -156,6 +160,7 @@ def read_inputs(config: RunConfig) -> RunInputs:
     if isinstance(order := config.data.sampling.order, OwnOrder):
         order.of_epoch(OrderedPrompts(train_prompts.prompts, config.seed), 0)
     try_environment(config, task_of(train_prompts.prompts[0]))
+    check_teachers(config, tokenizer, train_prompts.prompts)
     preview = preview_run(config, tokenizer, render=render) if is_rank_zero() else ""
     return RunInputs(tokenizer, train_prompts, evaluation_prompts, cards, preview)
 
@@ -194,6 +199,11 @@ def build_run(
     `check_stop` raises StopRequested when the run is to stop.
     """
     inputs = inputs or read_inputs(config)
+    teachers = None
+    if config.distillation and any(teacher.urls for teacher in config.distillation.listed):
+        from dapo_mega.engines.sglang.teachers import TeacherServers
+
+        teachers = TeacherServers(config.distillation, inputs.tokenizer)
     trainer = trainer or Trainer(config, start_processes(config.parallel, config.seed), check_stop=check_stop)
     trainer.build()
     activity = Activity()
@@ -237,6 +247,7 @@ def build_run(
         check_stop=check_stop,
         entropy=entropy_control(config),
         activity=activity,
+        teachers=teachers,
         preview=inputs.preview,
     )
     fleet.update_outdated = lambda: weight_sync.push_to_outdated(run.step)
@@ -271,6 +282,23 @@ def check_routing(config: RunConfig, arch: Architecture) -> None:
             f"compute.moe.router_bias_update_rate > 0 trains a routing bias that {arch.model_type} does not store in "
             f"its Hugging Face checkpoint, so the engines would route otherwise than the trainer; use "
             f"compute.moe.aux_loss_coefficient"
+        )
+
+
+def check_teachers(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
+    """Raise InputError for a teacher in a folder that has other tokens than the policy, and for prompts that nothing
+    teaches."""
+    distillation = config.distillation
+    if distillation is None:
+        return
+    for name, teacher in distillation.teachers.items():
+        if teacher.path:
+            refuse_other_tokens(tokenizer, teacher.path, f"distillation.teachers.{name}.path")
+    untaught = {prompt.data_source for prompt in prompts if distillation.number_of(prompt.data_source) < 0}
+    if untaught and not distillation.reward_weight:
+        raise InputError(
+            f"distillation.teachers names none for data_source={min(untaught)!r}, and distillation.reward_weight=0 "
+            f"leaves its prompts nothing to learn from; add that teacher, or one called default"
         )
 
 

@@ -86,6 +86,7 @@ def learn(run: TrainingRun, groups: Sequence[Group], collected: Metrics) -> Metr
     every = run.config.tracking.histograms_every
     counts = bool(every and (run.step + 1) % every == 0)
     coefficient = run.entropy.current()
+    groups = ask_teachers(run, groups)
 
     def attempt() -> tuple[PackingStats, Metrics, Updated]:
         run.is_intact = True
@@ -121,6 +122,19 @@ def learn(run: TrainingRun, groups: Sequence[Group], collected: Metrics) -> Metr
     adapt_entropy_bonus(run.entropy, run.config, metrics)
     complete_step(run, metrics)
     return metrics
+
+
+def ask_teachers(run: TrainingRun, groups: Sequence[Group]) -> Sequence[Group]:
+    """The groups, with the log-probs of teachers on servers. Raises FleetError where one does not answer; the run that
+    continues asks the prompts again."""
+    if run.teachers is None:
+        return groups
+    try:
+        with run.timers.stage("teacher"):
+            return run.teachers.scored(groups)
+    except FleetError:
+        give_back(run)
+        raise
 
 
 def end(run: TrainingRun) -> None:

@@ -46,6 +46,8 @@ def record_step(run: TrainingRun, groups: Sequence[Group], updates: Sequence[Met
     """Write the groups of the step just done, with what its updates computed."""
     assert run.recorder
     fates = run.collector.pop_fates()
+    # As they were trained on, with what teachers said.
+    fates = [*(replace(f, group=group) for f, group in zip(fates, groups, strict=False)), *fates[len(groups) :]]
     chosen = _chosen(fates, run.config, run.step)
     values = with_trainer(run, lambda: values_of_trajectories(run.trainer, run.config, groups, chosen))
     ids = (member.id for group in groups for member in group.trajectories)
@@ -104,7 +106,7 @@ def _training(
     config: RunConfig, groups: Sequence[Group], values: Sequence[tuple[Floats, Floats]]
 ) -> Iterator[Training]:
     """What training knows about each trajectory of the step, in order."""
-    has_tokens = config.algorithm.has_token_rewards
+    has_tokens = config.algorithm.has_token_rewards or config.distillation is not None
     advantages = np.zeros(len(values)) if has_tokens else step_advantages(groups, config)
     members = [member for group in groups for member in group.trajectories]
     for i, (scored, (at_start, at_update)) in enumerate(zip(members, values, strict=True)):

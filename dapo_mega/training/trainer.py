@@ -39,6 +39,7 @@ from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenScores, needs_whole_trajectories
 from dapo_mega.megatron.token_advantages import (
     advantages_from_values,
+    distilled,
     normalized,
     subtract_following_penalties,
     sums_of_trajectories,
@@ -93,12 +94,14 @@ class Updated:
 
 @dataclass
 class _Scored:
-    """This process's part of a step that is scored; `critic_batches` is empty without a critic."""
+    """This process's part of a step that is scored; `critic_batches` is empty without a critic. `distances` [N] of the
+    policy from its teacher, log p_policy - log p_teacher, are 0 of tokens without one."""
 
     everything: list[MicroBatch]
     scores: Sequence[TokenScores | None]
     references: Sequence[TokenScores | None]
     penalties: list[Tensor] | None = None
+    distances: list[Tensor] | None = None
     mini_batches: list[list[TokenBatch]] = field(default_factory=list)
     critic_batches: list[list[ValueBatch]] = field(default_factory=list)
 
@@ -148,7 +151,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         config, processes = self._config, self.processes
         if config.threads_per_process:
             torch.set_num_threads(config.threads_per_process)
-        self.policy, self.reference, self.critic = build_models(config, processes)
+        self.policy, self.reference, self.critic, self.teachers = build_models(config, processes)
         self._lent = None
         if with_engines and config.rollout.placement == "embedded" and processes.is_leader:
             self.engine = EmbeddedEngine(
@@ -213,7 +216,8 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
     def hold(self, held: Held) -> None:
         """With `rollout.offload_trainer`: what of the models is on the device until the next call."""
         if self._lent is None:
-            others = [model for model in (self.reference, self.critic) if isinstance(model, MegatronModel)]
+            built = (self.reference, self.critic, *self.teachers.values())
+            others = [model for model in built if isinstance(model, MegatronModel)]
             self._lent = LentMemory(self.policy, others, self.processes.device)
         self._lent.hold(held)
 
@@ -282,6 +286,8 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         if config.scores_before_updates:
             own = scored.scores = self.policy.score(everything)
             measured = self._measured(everything, own)
+            if config.distillation:
+                metrics |= self._distil(everything, own)
         if not config.algorithm.has_token_rewards:
             self._set_targets(everything)
             return Scores(measured, metrics)
@@ -314,6 +320,20 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         self._set_targets(self._normalized(subtract_following_penalties(everything, scored.penalties, self.processes)))
         return Scores(measured, metrics)
 
+    def _distil(self, everything: Sequence[MicroBatch], own: Sequence[TokenScores]) -> Metrics:
+        """Ask the teachers that are here, and keep the policy's distances from all for `_set_targets`."""
+        of_models = {number: teacher.score(everything) for number, teacher in self.teachers.items()}
+        distances: list[Tensor] = []
+        means: list[list[Tensor]] = [[], []]
+        for i, micro in enumerate(everything if self.processes.is_last_stage else ()):
+            found, has_teacher = micro.teacher_logprobs({number: of[i].logprobs for number, of in of_models.items()})
+            distances.append((own[i].logprobs.float().cpu() - found) * has_teacher)
+            means[0].append(distances[-1][has_teacher])
+            means[1].append(found[has_teacher])
+        self._scored.distances = distances
+        names = ("policy/kl_to_teacher", "policy/teacher_logprob")
+        return {name: self._mean(values) for name, values in zip(names, means, strict=True)}
+
     @command
     def set_advantages(self, advantages: Floats) -> None:
         """Give all tokens of each trajectory of the batch its advantage [S]."""
@@ -324,6 +344,8 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
 
     def _set_targets(self, everything: Sequence[MicroBatch], critic_batches: Sequence[ValueBatch] = ()) -> None:
         scored, loss = self._scored, self._config.algorithm.policy_loss
+        if self._config.distillation and scored.distances:
+            everything = distilled(everything, scored.distances, self._config.distillation)
         token_batches = [
             TokenBatch(micro_batch, score.logprobs if score else None, reference.logprobs if reference else None)
             for micro_batch, score, reference in zip(everything, scored.scores, scored.references, strict=True)
@@ -421,8 +443,11 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
             self.sender.close()
 
 
-def build_models(config: RunConfig, processes: Processes) -> tuple[MegatronPolicy, Reference | None, ValueModel | None]:
-    """The policy, the reference of a KL penalty and the critic of PPO, as the run begins with them."""
+def build_models(
+    config: RunConfig, processes: Processes
+) -> tuple[MegatronPolicy, Reference | None, ValueModel | None, dict[int, ScoringModel]]:
+    """The policy, the reference of a KL penalty, the critic of PPO and the teachers without a server, by number, as the
+    run begins with them."""
     policy = MegatronPolicy(
         config.model,
         config.parallel,
@@ -453,7 +478,14 @@ def build_models(config: RunConfig, processes: Processes) -> tuple[MegatronPolic
             lora=config.critic_lora,
             seed=config.seed,
         )
-    return policy, reference, critic
+    teachers = {
+        number: ScoringModel(
+            config.teacher_model(teacher), config.parallel, processes, config.rollout.temperature, config.compute
+        )
+        for number, teacher in enumerate(config.distillation.listed if config.distillation else ())
+        if teacher.path
+    }
+    return policy, reference, critic, teachers
 
 
 def _means(updates: Sequence[Metrics]) -> Metrics:

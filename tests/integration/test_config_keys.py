@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import dapo_mega
-from dapo_mega.config import Fp8Config, RunConfig, Section, SftConfig, load_config
+from dapo_mega.config import Fp8Config, RunConfig, Section, SftConfig, TeacherConfig, load_config
 from dapo_mega.config.base import section_in
 from dapo_mega.config.choices import kinds_of
 from dapo_mega.megatron.trained_model import TrainedModel
@@ -126,6 +126,13 @@ ELSEWHERE = {
     "test_a_trainer_lends_its_memory_to_colocated_engines_that_generate",
     "rollout.routing_replay": "integration/test_expert_run.py::"
     "test_a_run_replays_the_routes_of_an_engine_that_routes_otherwise",
+    **dict.fromkeys(
+        (
+            *("distillation.coefficient", "distillation.reward_weight"),
+            *(f"distillation.teachers.{key}" for key in TeacherConfig.model_fields),
+        ),
+        "integration/test_distillation.py::test_changed_teachers_take_effect_at_a_resume",
+    ),
     "controller.own_process": "integration/test_resume.py::test_a_controller_of_its_own_gives_the_same_run",
     **dict.fromkeys(
         ("controller.host", "controller.wait_limit_s"),

@@ -132,6 +132,11 @@ def file(tmp_path):
         ("reward.correct=.inf", "reward.correct=inf"),
         ("reward.incorrect=.nan", "reward.incorrect=nan"),
         ("batch.group_size=1", "leaves algorithm.advantage=group_norm no other response to compare with"),
+        ("distillation={teachers: {default: {}}}", "a teacher has either path, a folder, or urls"),
+        (
+            "distillation={teachers: {default: {path: t, urls: [http://h:1]}}}",
+            "a teacher has either path, a folder, or",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_is_allowed(file, override, message):
@@ -215,6 +220,20 @@ def test_the_weights_beside_adapters_stay_what_they_are(file):
     for name in ("model.path", "critic.path"):
         assert is_free(name, load_config(RunConfig, file))
         assert not is_free(name, load_config(RunConfig, file, ["lora.rank=4", "algorithm.advantage=gae"]))
+
+
+def test_a_teacher_alone_needs_no_unequal_rewards(file):
+    teacher = "distillation={teachers: {default: {path: t}, math: {urls: [http://h:1]}, law: {path: t}}}"
+    run = load_config(RunConfig, file, [teacher, "batch.group_size=1"])
+    assert (run.algorithm.dynamic_sampling, run.algorithm.advantage.kind) == (False, "reward")
+    assert [run.distillation.number_of(source) for source in ("", "math", "law")] == [0, 1, 0]
+    assert run.scores_before_updates
+    with pytest.raises(InputError, match=r"dynamic_sampling=true would drop groups whose rewards are equal"):
+        load_config(RunConfig, file, [teacher, "algorithm.dynamic_sampling=true"])
+    both = load_config(RunConfig, file, [teacher, "distillation.reward_weight=1"])
+    assert (both.algorithm.dynamic_sampling, both.algorithm.advantage.kind) == (True, "group_norm")
+    with pytest.raises(InputError, match=r"servers score tokens at temperature 1, and rollout\.temperature=0\.7"):
+        load_config(RunConfig, file, [teacher, "rollout.temperature=0.7"])
 
 
 def test_a_critic_has_the_policys_settings_but_its_own_learning_rate(file):

@@ -1,4 +1,4 @@
-"""Rewards that servers compute: a language model as judge, or a server of the user's own."""
+"""Servers of the user's, and rewards that they compute: a language model as judge, or a server of the user's own."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from dapo_mega.config.base import FREE
+from dapo_mega.config.base import FREE, Section
 from dapo_mega.config.components.base import ComponentConfig, CorrectnessOf
 from dapo_mega.config.paths import LocalPathOrNone
 
@@ -33,10 +33,10 @@ def url_problem(
     return None if is_web else f"is no URL of a server; give one such as {example}"
 
 
-class ServerComponent(ComponentConfig):
-    """Keys of every reward that servers compute."""
+class ServerKeys(Section):
+    """Equal servers that are asked over HTTP, and how."""
 
-    urls: tuple[str, ...] = Field(json_schema_extra=FREE)
+    urls: tuple[str, ...] = Field(min_length=1, json_schema_extra=FREE)
     """Equal servers. A request goes to the one with least to do, and to another one if it fails."""
     api_key_env: str | None = Field(default=None, json_schema_extra=FREE)
     """Name of the environment variable that holds the servers' key, sent as a bearer token."""
@@ -47,37 +47,41 @@ class ServerComponent(ComponentConfig):
     timeout_s: float = Field(default=60.0, gt=0, json_schema_extra=FREE)
     """Seconds one attempt may take, the connection included."""
     deadline_s: float = Field(default=300.0, gt=0, json_schema_extra=FREE)
-    """Seconds after which what is still unanswered of the responses that are scored together, a round or a group, has
-    no score."""
+    """Seconds after which what is still unanswered is given up of what is asked together: of a reward a round or a
+    group, whose responses then have no score, of a teacher a step."""
     attempts: int = Field(default=3, ge=1, json_schema_extra=FREE)
     """Attempts at one request, each on another URL if it can."""
-
-    is_local: ClassVar[bool] = False
-    may_be_penalty: ClassVar[bool] = True
 
     @field_validator("urls", mode="before")
     @classmethod
     def _check_urls(cls, given: Any) -> Any:
         urls = [given] if isinstance(given, str) else given
-        if not isinstance(urls, list | tuple) or not urls:
-            raise ValueError("a reward's urls must be a list of at least one URL")
+        if not isinstance(urls, list | tuple):
+            raise ValueError("urls must be a list of URLs")
         for number, url in enumerate(urls):
             if problem := url_problem(str(url)):
-                raise ValueError(f"URL {number} of a reward's urls {problem}")
+                raise ValueError(f"URL {number} of urls {problem}")
         return [str(url) for url in urls]
 
     @field_validator("api_key_env", mode="before")
     @classmethod
     def _check_variable(cls, given: Any) -> Any:
         if given is not None and not _VARIABLE.fullmatch(str(given)):
-            raise ValueError("a reward's api_key_env must be the name of an environment variable, never the key itself")
+            raise ValueError("api_key_env must be the name of an environment variable, never the key itself")
         return given
 
     @model_validator(mode="after")
     def _check_key(self) -> Self:
         if self.api_key_env and self.api_key_file:
-            raise ValueError("a reward has api_key_env and api_key_file; keep one")
+            raise ValueError("api_key_env and api_key_file are both given; keep one")
         return self
+
+
+class ServerComponent(ServerKeys, ComponentConfig):
+    """Keys of every reward that servers compute."""
+
+    is_local: ClassVar[bool] = False
+    may_be_penalty: ClassVar[bool] = True
 
 
 class RemoteComponent(ServerComponent):

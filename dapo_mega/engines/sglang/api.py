@@ -144,6 +144,20 @@ def parse_scores(body: Any, token_ids: TokenIds, versions: VersionRange) -> LogP
     """
     output_ids, meta_info = _fields(body)
     _version_spans(meta_info, len(output_ids), versions)
+    return _prompt_logprobs(meta_info, token_ids)
+
+
+@_engines_fault()
+def parse_prompt_logprobs(body: Any, token_ids: TokenIds) -> LogProbs:
+    """Log-probs [L - 1] of all tokens but the first, of those from `logprob_start_len` on, by whatever weights. Raises
+    MalformedAnswer, also where one is missing or above 0."""
+    values = _prompt_logprobs(_fields(body)[1], token_ids)
+    if not (values <= _MAX_ROUNDING).all():
+        raise MalformedAnswer("logprobs", "its prompt's log-probs are missing or above 0")
+    return np.minimum(values, np.float32(0.0))
+
+
+def _prompt_logprobs(meta_info: dict[str, Any], token_ids: TokenIds) -> LogProbs:
     triples = meta_info.get("input_token_logprobs")
     values = _float32(triples, token_ids.tolist(), "its prompt's log-probs", start=1, or_null=True)
     if np.isinf(values).any():

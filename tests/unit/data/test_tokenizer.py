@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from dapo_mega.data.tokenizer import SPECIAL_TOKENS, build_byte_tokenizer, build_character_tokenizer, load_tokenizer
+from dapo_mega.data.tokenizer import (
+    SPECIAL_TOKENS,
+    build_byte_tokenizer,
+    build_character_tokenizer,
+    load_tokenizer,
+    refuse_other_tokens,
+)
 from dapo_mega.errors import InputError
 
 ALPHABET = "0123456789+-=,:\n\t Answer</s>é"
@@ -71,6 +77,21 @@ def test_a_character_outside_the_alphabet_is_unknown(character: PreTrainedTokeni
 def test_an_alphabet_is_made_of_characters(alphabet: object) -> None:
     with pytest.raises(InputError):
         build_character_tokenizer(alphabet)
+
+
+def test_other_tokens_are_refused_and_more_of_them_are_not(tmp_path: Path) -> None:
+    own = build_character_tokenizer("0123")
+    for name, alphabet in {"same": "0123", "small": "0123", "more": "01234", "other": "0213", "fewer": "012"}.items():
+        build_character_tokenizer(alphabet).save_pretrained(tmp_path / name)
+    for name in ("same", "more"):
+        refuse_other_tokens(own, str(tmp_path / name), "a.path")
+    with pytest.raises(InputError, match=r"a\.path=.*/other has other tokens .*: '1' has id 5 .* is 6 there"):
+        refuse_other_tokens(own, str(tmp_path / "other"), "a.path")
+    with pytest.raises(InputError, match=r"'3' has id 7 in .* and is missing there, as are 0 more"):
+        refuse_other_tokens(own, str(tmp_path / "fewer"), "a.path")
+    (tmp_path / "small" / "config.json").write_text('{"vocab_size": 7}')
+    with pytest.raises(InputError, match=r"'3' has id 7 in .* and is without an embedding there"):
+        refuse_other_tokens(own, str(tmp_path / "small"), "a.path")
 
 
 def test_a_folder_without_tokenizer_is_one_clear_line(tmp_path: Path) -> None:

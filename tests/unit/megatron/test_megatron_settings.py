@@ -128,6 +128,7 @@ def settings(monkeypatch):
             lora=None,
             algorithm=AlgorithmConfig(kl={"coefficient": 0.1}),
             uses_critic=True,
+            distillation=None,
             critic_lora=None,
             critic_model=ModelConfig(path="critic", **(model or {})),
             critic_optimizer=OptimizerConfig(learning_rate=0.25, warmup_steps=40),
