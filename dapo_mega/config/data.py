@@ -29,7 +29,14 @@ class ColumnsConfig(Section):
     difficulty: str | None = None
     """Column of a number that says how hard a problem is, such as a pass rate; for data.sampling.order=curriculum."""
     response: str = "response"
-    """Column of the response to imitate; only supervised training reads it."""
+    """Column of the response to imitate: text, or a list of messages, with calls of tools and their results; only
+    supervised training reads it."""
+    messages: str | None = None
+    """Column of a whole conversation to imitate, a list of messages or its JSON, in place of prompt and response; only
+    supervised training reads it."""
+    tools: str | None = None
+    """Column of the schemas of the tools that a conversation may call, a list or its JSON. null: none. Only supervised
+    training reads it."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -188,5 +195,10 @@ class SftDataConfig(Section):
     """Demonstrations for supervised training."""
 
     train: DatasetConfig
+    loss_on: Literal["all", "last"] = "all"
+    """Which turns of the assistant are learnt where a row is a conversation: all of the completion, or its last."""
     max_tokens: int = Field(default=2048, ge=2)
-    """Longest prompt + response in tokens; a longer row ends the run with its place."""
+    """Longest prompt + response, or conversation, in tokens."""
+    long_rows: Literal["refuse", "drop", "cut"] = "refuse"
+    """What to do with a row over max_tokens. refuse: end with an error that names it; drop: leave it out and count it;
+    cut: learn its first max_tokens tokens and count it, or drop it where these have none to learn."""

@@ -45,7 +45,6 @@ from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_records import dataset_cards, open_writer, write_run_record
 from dapo_mega.training.run_status import RunStatus
-from dapo_mega.types import TokenIds
 
 _COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
 
@@ -86,7 +85,14 @@ def _run(config: SftConfig, status: RunStatus, watch: ProcessWatch) -> None:
         torch.set_num_threads(config.threads_per_process)
     tokenizer = load_tokenizer(config.model.path)
     cards = dataset_cards(config) if is_rank_zero() else {}
-    demonstrations = load_demonstrations(config.data.train, tokenizer, config.data.max_tokens)
+    data = config.data
+    loaded = load_demonstrations(data.train, tokenizer, data.max_tokens, data.long_rows, data.loss_on)
+    demonstrations = loaded.sequences
+    if loaded.num_dropped or loaded.num_cut:
+        print_once(
+            f"data.train: of {loaded.num_rows} rows, {loaded.num_dropped} sequences over data.max_tokens="
+            f"{data.max_tokens} were left out, {loaded.num_cut} cut; {len(demonstrations)} stay"
+        )
     preview = preview_run(config, tokenizer) if is_rank_zero() else ""
     print_once(preview)
     processes = start_processes(config.parallel, config.seed)
@@ -138,9 +144,11 @@ class FineTuner(ModelTrainer[SftConfig]):
         )
         return self._facts()
 
-    def fine_tune(self, demonstrations: Sequence[tuple[TokenIds, TokenIds]], step: int) -> dict[str, float]:
-        """The update of this step on prompts and responses; its metrics."""
-        samples = flatten([single_turn(prompt, response) for prompt, response in demonstrations])
+    def fine_tune(self, demonstrations: Sequence[Demonstration], step: int) -> dict[str, float]:
+        """The update of this step on the demonstrations; its metrics."""
+        samples = flatten(
+            [single_turn(d.prompt_token_ids, d.response_token_ids, sampled=d.in_loss) for d in demonstrations]
+        )
         budget = self._config.tokens_per_microbatch
         return self._fine_tune(Own(plan_samples(samples, self.facts.packing_layout, token_budget=budget)), step)
 
@@ -208,13 +216,11 @@ class _Tuning:
         started = time.perf_counter()
         chosen = [self.demonstrations[i] for i in self._cursor.next(self.config.batch_samples)]
         with at_step(self.step + 1):
-            metrics = self.trainer.fine_tune(
-                [(d.prompt_token_ids, d.response_token_ids) for d in chosen], self.step + 1
-            )
+            metrics = self.trainer.fine_tune(chosen, self.step + 1)
         self.step += 1
         loss = metrics.get("policy/loss", self.losses[1])  # A skipped update may have none.
         self.losses = (loss if math.isnan(self.losses[0]) else self.losses[0], loss)
-        num_tokens = sum(len(d.prompt_token_ids) + len(d.response_token_ids) for d in chosen)
+        num_tokens = sum(map(len, chosen))
         metrics["time/step_s"] = time.perf_counter() - started
         metrics["policy/tokens_per_s"] = num_tokens / metrics["time/step_s"]
         return metrics
@@ -230,4 +236,6 @@ def _fingerprint(demonstrations: Sequence[Demonstration]) -> str:
     for demonstration in demonstrations:
         for tokens in (demonstration.prompt_token_ids, demonstration.response_token_ids):
             digest.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
+        if not demonstration.in_loss.all():
+            digest.update(demonstration.in_loss.tobytes())
     return digest.hexdigest()
