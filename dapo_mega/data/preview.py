@@ -46,15 +46,11 @@ def preview_run(
 
     `only_local` leaves out datasets that are not on this machine. Raises `InputError` as loading a dataset does.
     """
-    datasets: Mapping[str, DatasetConfig]
-    if isinstance(config, RunConfig):
-        datasets, extraction = config.data.by_key, config.reward.answer_extraction
-    else:
-        datasets, extraction = {"data.train": config.data.train}, None
+    extraction = config.reward.answer_extraction if isinstance(config, RunConfig) else None
     lines: list[str] = []
     # Where the model lacks embeddings of tokens that there are, any row may have one.
     lacks_tokens = without_embedding(tokenizer, list(tokenizer.get_vocab().values())) is not None
-    for key, dataset in datasets.items():
+    for key, dataset in config.data.by_key.items():
         if only_local and not Path(dataset.path).exists():
             continue
         limit = None if lacks_tokens else _CHECKED_ROWS
