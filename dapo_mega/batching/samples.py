@@ -94,16 +94,17 @@ def single_turn(
     num_off_policy: int = 0,
     engine_ids: npt.ArrayLike = -1,
     sample_id: int = 0,
+    sampled: npt.NDArray[np.bool_] | None = None,
 ) -> Sample:
     """A prompt [P] and the response [R] to it: [P + R] rows.
 
     The first `num_off_policy` tokens of the response are not fresh. `rollout_logprobs` [R] are 0 if not given;
-    `engine_ids` is [R] or one number.
+    `engine_ids` is [R] or one number. `sampled` [R] leaves out what is said between turns.
     """
     return _sample(
         np.asarray(prompt_ids, np.int32),
         np.asarray(response_ids, np.int32),
-        np.ones(len(response_ids), np.bool_),
+        np.ones(len(response_ids), np.bool_) if sampled is None else sampled,
         loss_mask=in_loss,
         fresh_mask=np.arange(len(response_ids)) >= num_off_policy,
         engine_ids=engine_ids,

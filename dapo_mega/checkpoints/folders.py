@@ -38,6 +38,8 @@ class CheckpointFolders:
         self.root = root
         self._keep_last = keep_last
         self._keep_every = keep_every
+        self.pinned: int | None = None
+        """The step of a checkpoint that is kept, too."""
 
     @property
     def last_saved(self) -> Path:
@@ -117,7 +119,8 @@ class CheckpointFolders:
         of_this_run = (folder for folder in self.complete_ones() if step_of(folder) <= step)
         last = [folder for folder, _ in zip(of_this_run, range(self._keep_last), strict=False)]
         for folder in self._steps():
-            is_kept = self._keep_every is not None and step_of(folder) % self._keep_every == 0
+            step_there = step_of(folder)
+            is_kept = step_there == self.pinned or (self._keep_every is not None and step_there % self._keep_every == 0)
             if folder < last[-1] and not is_kept:
                 shutil.rmtree(folder)
         self.discard_partials()

@@ -54,6 +54,9 @@ _LAYER_STATE = "_extra_state"
 EVALUATION_UNDER_WAY = "evaluation_under_way"
 """The name in the loop's state of the step whose evaluation beside training was under way."""
 
+HELD_OUT = "held_out"
+"""The name in the loop's state of what fine-tuning knows of its evaluations."""
+
 
 @dataclass(frozen=True)
 class LoopState:
@@ -112,6 +115,10 @@ class CheckpointStore(CheckpointFolders):
         """The step of the evaluation beside training that was under way, if there was one."""
         step: int | None = _loop_value(path, EVALUATION_UNDER_WAY)
         return step
+
+    def evaluations_since_best(self, path: Path) -> int:
+        """How many evaluations of fine-tuning in a row were not better than one before, when this was written."""
+        return int((_loop_value(path, HELD_OUT) or {}).get("num_worse", 0))
 
     def save(
         self, policy: TrainedModel, state: LoopState | None, step: int, critic: TrainedModel | None = None

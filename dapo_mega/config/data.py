@@ -29,7 +29,14 @@ class ColumnsConfig(Section):
     difficulty: str | None = None
     """Column of a number that says how hard a problem is, such as a pass rate; for data.sampling.order=curriculum."""
     response: str = "response"
-    """Column of the response to imitate; only supervised training reads it."""
+    """Column of the response to imitate: text, or a list of messages, with calls of tools and their results; only
+    supervised training reads it."""
+    messages: str | None = None
+    """Column of a whole conversation to imitate, a list of messages or its JSON, in place of prompt and response; only
+    supervised training reads it."""
+    tools: str | None = None
+    """Column of the schemas of the tools that a conversation may call, a list or its JSON. null: none. Only supervised
+    training reads it."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -115,21 +122,15 @@ class PromptSamplingConfig(Section):
 _DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
-class DataConfig(Section):
-    """Prompts for training and evaluation."""
+class DatasetsConfig(Section):
+    """What is trained on, and what is held out."""
 
     train: DatasetConfig | None = None
-    """Prompts to train on; keys below. This or mixture is needed."""
+    """What to train on; keys below. This or mixture is needed."""
     mixture: dict[str, MixedDatasetConfig] = Field(default={})
     """Several datasets to train on, by names of yours, in place of train; keys below."""
-    sampling: PromptSamplingConfig = PromptSamplingConfig()
     evaluation: DatasetConfig | None = None
-    """Held-out prompts, needed by the section evaluation; the same keys."""
-    max_prompt_tokens: int = Field(default=2048, ge=1)
-    """Longest prompt in tokens, template included. Lower is better for memory; see the longest of your data."""
-    long_prompts: Literal["refuse", "drop"] = "refuse"
-    """What to do with a prompt over max_prompt_tokens. refuse: end with an error that names it; drop: leave it out and
-    count it."""
+    """What is held out, needed by the section evaluation; the same keys."""
 
     @model_validator(mode="before")
     @classmethod
@@ -148,18 +149,11 @@ class DataConfig(Section):
         return raw
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_training(self) -> Self:
         if self.train and self.mixture:
             raise ValueError("data.train and data.mixture are both given; put all datasets into data.mixture")
         if not self.train and not self.mixture:
             raise ValueError("data.train is missing; add it to the file or as data.train.path=FILE")
-        if self.sampling.order.needs_difficulty:
-            for name, dataset in self.training.items():
-                if dataset.columns.difficulty is None:
-                    raise ValueError(
-                        f"data.sampling.order=curriculum needs to know how hard each prompt is; set "
-                        f"{self.key_of(name)}.columns.difficulty to a column of numbers"
-                    )
         return self
 
     @property
@@ -184,9 +178,35 @@ class DataConfig(Section):
         return f"data.mixture.{name}" if name else "data.train"
 
 
-class SftDataConfig(Section):
+class DataConfig(DatasetsConfig):
+    """Prompts for training and evaluation."""
+
+    sampling: PromptSamplingConfig = PromptSamplingConfig()
+    max_prompt_tokens: int = Field(default=2048, ge=1)
+    """Longest prompt in tokens, template included. Lower is better for memory; see the longest of your data."""
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+    """What to do with a prompt over max_prompt_tokens. refuse: end with an error that names it; drop: leave it out and
+    count it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sampling.order.needs_difficulty:
+            for name, dataset in self.training.items():
+                if dataset.columns.difficulty is None:
+                    raise ValueError(
+                        f"data.sampling.order=curriculum needs to know how hard each prompt is; set "
+                        f"{self.key_of(name)}.columns.difficulty to a column of numbers"
+                    )
+        return self
+
+
+class SftDataConfig(DatasetsConfig):
     """Demonstrations for supervised training."""
 
-    train: DatasetConfig
+    loss_on: Literal["all", "last"] = "all"
+    """Which turns of the assistant are learnt where a row is a conversation: all of the completion, or its last."""
     max_tokens: int = Field(default=2048, ge=2)
-    """Longest prompt + response in tokens; a longer row ends the run with its place."""
+    """Longest prompt + response, or conversation, in tokens."""
+    long_rows: Literal["refuse", "drop", "cut"] = "refuse"
+    """What to do with a row over max_tokens. refuse: end with an error that names it; drop: leave it out and count it;
+    cut: learn its first max_tokens tokens and count it, or drop it where these have none to learn."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from dapo_mega.atomic_files import read_json_object
 from dapo_mega.config import DatasetConfig, RunConfig, SftConfig
-from dapo_mega.data.prompts import Render, RenderedRow, first_rows
+from dapo_mega.data.conversations import Span
+from dapo_mega.data.prompts import Render, RenderedRow, first_demonstrations, first_rows
 from dapo_mega.data.templates import PROBLEM, render_messages, template_text, with_template_arguments
 from dapo_mega.data.tokenizer import stop_tokens, template_end, without_embedding, written_end
 from dapo_mega.metrics.run_text import shortened
@@ -45,19 +46,18 @@ def preview_run(
 
     `only_local` leaves out datasets that are not on this machine. Raises `InputError` as loading a dataset does.
     """
-    datasets: Mapping[str, DatasetConfig]
-    if isinstance(config, RunConfig):
-        datasets, extraction = config.data.by_key, config.reward.answer_extraction
-    else:
-        datasets, extraction = {"data.train": config.data.train}, None
+    extraction = config.reward.answer_extraction if isinstance(config, RunConfig) else None
     lines: list[str] = []
     # Where the model lacks embeddings of tokens that there are, any row may have one.
     lacks_tokens = without_embedding(tokenizer, list(tokenizer.get_vocab().values())) is not None
-    for key, dataset in datasets.items():
+    for key, dataset in config.data.by_key.items():
         if only_local and not Path(dataset.path).exists():
             continue
         limit = None if lacks_tokens else _CHECKED_ROWS
-        rows = first_rows(dataset, tokenizer, limit, has_responses=isinstance(config, SftConfig), render=render)
+        if isinstance(config, RunConfig):
+            rows = first_rows(dataset, tokenizer, limit, render=render)
+        else:
+            rows = first_demonstrations(dataset, tokenizer, limit, config.data.loss_on)
         if rows:
             lines += _shown(key, rows[0], tokenizer)
             found = (
@@ -182,11 +182,18 @@ def _asks(text: str) -> bool:
 
 
 def _shown(key: str, row: RenderedRow, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    parts = {f"first prompt of {key}": row.token_ids, "its response": row.response_token_ids}
+    spans = [span for sequence in row.sequences for span in sequence] or [Span("prompt", row.token_ids.tolist(), False)]
     lines = []
-    for title, token_ids in parts.items():
-        if token_ids is not None:
-            lines.append(f"{title}, {len(token_ids)} tokens, special tokens in ⟦⟧:")
-            text = shortened(with_marked_specials(token_ids.tolist(), tokenizer))
-            lines += [f"  | {line}" for line in text.split("\n")]
+    if len(row.sequences) > 1:
+        lines.append(
+            f"the chat template writes earlier turns otherwise than they were said, so the first row of {key} is "
+            f"{len(row.sequences)} sequences, one after the other:"
+        )
+    for place, span in enumerate(spans):
+        title = span.roles if place else f"first {span.roles} of {key}"
+        marks = "in the loss, divided by ·, " if span.in_loss else ""
+        lines.append(f"{title}, {len(span.token_ids)} tokens, {marks}special tokens in ⟦⟧:")
+        pieces = [[i] for i in span.token_ids] if span.in_loss else [span.token_ids]
+        text = shortened("·".join(with_marked_specials(piece, tokenizer) for piece in pieces))
+        lines += [f"  | {line}" for line in text.split("\n")]
     return lines

@@ -12,14 +12,27 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from dapo_mega.config import DataConfig, DatasetConfig
+from dapo_mega.data.conversations import (
+    Conversation,
+    ConversationEncoder,
+    LossOn,
+    Span,
+    is_conversation,
+    read_conversation,
+    read_tools,
+)
 from dapo_mega.data.ground_truths import extracted_answer, ground_truth_text
 from dapo_mega.data.inert_text import CUT, cut_ids, cut_special
 from dapo_mega.data.numbers import plain
 from dapo_mega.data.readers import Row, read_rows
 from dapo_mega.data.templates import (
+    PROBLEM,
     as_messages,
+    as_turns,
+    render,
     render_messages,
     response_text,
     template_text,
@@ -61,22 +74,39 @@ class PromptDataset:
 
 @dataclass(frozen=True, eq=False)
 class Demonstration:
-    """One response to imitate: `prompt_token_ids` [P] and `response_token_ids` [L], which end with one end token."""
+    """One sequence to learn from: `prompt_token_ids` [P] and `response_token_ids` [L], which begin and end with a token
+    to learn. `in_loss` [L] says which are; the others are what is said between turns."""
 
     prompt_token_ids: TokenIds
     response_token_ids: TokenIds
+    in_loss: npt.NDArray[np.bool_]
+    dataset: str = ""
+
+    def __len__(self) -> int:
+        return len(self.prompt_token_ids) + len(self.response_token_ids)
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """The sequences of `num_rows` rows. `num_dropped` sequences were too long and left out, also where cutting leaves
+    nothing to learn, and `num_cut` were cut."""
+
+    sequences: tuple[Demonstration, ...]
+    num_rows: int
+    num_dropped: int
+    num_cut: int
 
 
 @dataclass(frozen=True, eq=False)
 class RenderedRow:
-    """A row as the policy gets it: `text` and `token_ids` [P]; for a demonstration `response_token_ids` [L], too.
-    `untemplated` are the contents of its turns before the template is put around the problem."""
+    """A row as the policy gets it: `text` and `token_ids` [P]; for a demonstration all `sequences` that are made of it,
+    too. `untemplated` are the contents of its turns before the template is put around the problem."""
 
     where: str
     untemplated: str
     text: str
     token_ids: TokenIds
-    response_token_ids: TokenIds | None
+    sequences: Sequence[Sequence[Span]] = ()
 
 
 @dataclass(frozen=True)
@@ -170,38 +200,83 @@ def load_prompts(
 
 
 def load_demonstrations(
-    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> list[Demonstration]:
-    """Every row as prompt and response tokens, the response closed by one end token (`end_of_turn`).
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    long_rows: Literal["refuse", "drop", "cut"] = "refuse",
+    loss_on: LossOn = "all",
+    name: str = "",
+) -> Demonstrations:
+    """Every row as tokens to learn from, each turn closed by one end token (`end_of_turn`); `name` is the dataset's.
 
     The prompt is rendered and tokenised exactly as `load_prompts` does, apart from the response, so that the
     boundary falls where generation will start. Rows are never deduplicated: a prompt may be shown with several
-    responses. Raises `InputError` for a row over `max_tokens` and as `load_prompts` does.
+    responses. A row that is a conversation may become several sequences (see `ConversationEncoder`). Raises
+    `InputError` for a sequence over `max_tokens`, unless these are dropped or cut at that length, and as `load_prompts`
+    does.
     """
     tokenizer = with_template_arguments(tokenizer, config.template_arguments)
-    rows: list[Row] = []
-    texts: list[str] = []
-    responses: list[str] = []
     template_text(config.template)  # A template that does not exist is refused before any file is read.
-    for row in read_rows(config, [config.columns.prompt, config.columns.response]):
-        responses.append(_response(row, config))
-        rows.append(Row(row.source, row.number, {}, row.unit))
-        texts.append(_prompt(row, config, tokenizer)[2])
-    if not rows:
+    num_rows = num_dropped = num_cut = 0
+    kept: list[Demonstration] = []
+    for row, sequences in _sequences(_demonstration_rows(config), config, tokenizer, loss_on):
+        num_rows += 1
+        for spans in sequences:
+            token_ids = [i for span in spans for i in span.token_ids]
+            in_loss = np.concatenate([np.full(len(span.token_ids), span.in_loss) for span in spans])
+            if (length := len(token_ids)) > max_tokens:
+                if long_rows == "refuse":
+                    what = "the conversation is" if len(spans) > 2 else "prompt and response are"
+                    raise InputError(
+                        f"{row.where}: {what} {length} tokens, over the limit of {max_tokens}; raise data.max_tokens, "
+                        f"set data.long_rows to drop or cut, or remove the row"
+                    )
+                in_loss[max_tokens:] = False
+                if long_rows == "drop" or not in_loss.any():
+                    num_dropped += 1
+                    continue
+                num_cut += 1
+            first, *_, last = np.flatnonzero(in_loss).tolist() * 2
+            prompt, response = token_ids[:first], token_ids[first : last + 1]
+            kept.append(Demonstration(_ids(prompt), _ids(response), in_loss[first : last + 1], name))
+    if not num_rows:
         raise InputError(f"dataset {config.path} has no rows; give one with demonstrations")
-    demonstrations: list[Demonstration] = []
-    prompt_ids = _encode(rows, texts, tokenizer, add_special_tokens=not config.chat_template)
-    for row, prompt, response in zip(rows, prompt_ids, _closed(rows, responses, config, tokenizer), strict=True):
-        demonstration = Demonstration(_ids(prompt), _ids(response))
-        _check_known(row, tokenizer, prompt + response)
-        length = len(demonstration.prompt_token_ids) + len(demonstration.response_token_ids)
-        if length > max_tokens:
-            raise InputError(
-                f"{row.where}: prompt and response are {length} tokens, over the limit of {max_tokens}; "
-                f"raise data.max_tokens or remove the row"
-            )
-        demonstrations.append(demonstration)
-    return demonstrations
+    if not kept:
+        raise InputError(f"all rows of {config.path} are longer than {max_tokens} tokens; raise data.max_tokens")
+    return Demonstrations(tuple(kept), num_rows, num_dropped, num_cut)
+
+
+def _demonstration_rows(config: DatasetConfig) -> Iterator[Row]:
+    columns = config.columns
+    if columns.messages is None:
+        return read_rows(config, [columns.prompt, columns.response, *([columns.tools] if columns.tools else [])])
+    return read_rows(config, [columns.messages, *([columns.tools] if columns.tools else [])])
+
+
+def _sequences(
+    rows: Iterator[Row], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn
+) -> Iterator[tuple[Row, list[list[Span]]]]:
+    """Every row with the sequences that are made of it."""
+    encoder: ConversationEncoder | None = None
+    while batch := list(islice(rows, _TOKENIZER_BATCH)):
+        conversations = [_conversation(row, config) for row in batch]
+        plain = [row for row, conversation in zip(batch, conversations, strict=True) if conversation is None]
+        responses = [_response(row, config) for row in plain]
+        texts = [_prompt(row, config, tokenizer)[2] for row in plain]
+        prompts = _encode(plain, texts, tokenizer, add_special_tokens=not config.chat_template)
+        ended = _closed(plain, responses, config, tokenizer)
+        for row, conversation in zip(batch, conversations, strict=True):
+            if conversation is None:
+                sequences = [[Span("prompt", next(prompts), False), Span("response", next(ended), True)]]
+            else:
+                encoder = encoder or ConversationEncoder(tokenizer)
+                try:
+                    sequences = encoder.spans(conversation, loss_on)
+                except InputError as error:
+                    raise InputError(f"{row.where}: {error}") from error
+            for spans in sequences:
+                _check_known(row, tokenizer, [i for span in spans for i in span.token_ids])
+            yield row, sequences
 
 
 def check_dataset(config: DatasetConfig, *, has_responses: bool = False) -> None:
@@ -215,6 +290,12 @@ def check_dataset(config: DatasetConfig, *, has_responses: bool = False) -> None
     num_rows = 0
     for row in islice(read_rows(config), _CHECKED_ROWS):
         num_rows += 1
+        if has_responses and (conversation := _conversation(row, config)):
+            try:
+                conversation.turns("all")
+            except InputError as error:
+                raise InputError(f"{row.where}: {error}") from error
+            continue
         _prompt(row, without_chat, None)
         if has_responses:
             _response(row, config)
@@ -242,23 +323,38 @@ def first_rows(
     tokenizer: PreTrainedTokenizerBase,
     num_rows: int | None,
     *,
-    has_responses: bool = False,
     render: Render = render_messages,
 ) -> list[RenderedRow]:
-    """The first rows, or all, rendered and tokenised as `load_prompts` and `load_demonstrations` do it, whatever their
-    length. Raises `InputError` as they do."""
+    """The first rows, or all, rendered and tokenised as `load_prompts` does it, whatever their length. Raises
+    `InputError` as it does."""
     tokenizer = with_template_arguments(tokenizer, config.template_arguments)
     rows = []
     for row in islice(read_rows(config), num_rows):
         _, _, text = _prompt(row, config, tokenizer, render)
-        before = "\n".join(turn["content"] for turn in as_messages(row.value(config.columns.prompt, "columns.prompt")))
         (token_ids,) = _encode([row], [text], tokenizer, not config.chat_template)
-        response = None
-        if has_responses:
-            response = _ids(next(_closed([row], [_response(row, config)], config, tokenizer)))
-        _check_known(row, tokenizer, [*token_ids, *(() if response is None else response.tolist())])
-        rows.append(RenderedRow(row.where, before, text.replace(CUT, ""), _ids(token_ids), response))
+        _check_known(row, tokenizer, token_ids)
+        rows.append(RenderedRow(row.where, _untemplated(row, config), text.replace(CUT, ""), _ids(token_ids)))
     return rows
+
+
+def first_demonstrations(
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int | None, loss_on: LossOn = "all"
+) -> list[RenderedRow]:
+    """The first rows, or all, as `load_demonstrations` makes sequences of them, whatever their length. Raises
+    `InputError` as it does."""
+    tokenizer = with_template_arguments(tokenizer, config.template_arguments)
+    rows = islice(_demonstration_rows(config), num_rows)
+    return [
+        RenderedRow(row.where, _untemplated(row, config), "", _ids(sequences[0][0].token_ids), sequences)
+        for row, sequences in _sequences(rows, config, tokenizer, loss_on)
+    ]
+
+
+def _untemplated(row: Row, config: DatasetConfig) -> str:
+    if config.columns.messages is not None:
+        return ""
+    value = row.value(config.columns.prompt, "columns.prompt")
+    return "\n".join(turn["content"] for turn in as_messages(value))
 
 
 def _read_questions(
@@ -311,6 +407,35 @@ def _prompt(
     if not problem.strip():
         raise InputError(f"{row.where}: the prompt is empty; correct or remove the row")
     return problem, messages, row.text(text)
+
+
+def _conversation(row: Row, config: DatasetConfig) -> Conversation | None:
+    """The row as a conversation; None if it is a prompt and the text of its response."""
+    columns = config.columns
+    whole = None if columns.messages is None else row.value(columns.messages, "columns.messages")
+    response = row.value(columns.response, "columns.response") if whole is None else None
+    if whole is None and columns.messages is None and not is_conversation(response):
+        return None
+    try:
+        if not config.chat_template:
+            raise InputError("a conversation needs the chat template; set chat_template: true")
+        if columns.messages is not None and template_text(config.template) != PROBLEM:
+            raise InputError(f"template={config.template!r:.40} is for prompts, and conversations have none; set as_is")
+        messages: list[dict[str, Any]] = []
+        if columns.messages is None:
+            messages = read_conversation(as_turns(row.value(columns.prompt, "columns.prompt")))
+            asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
+            if not asked:
+                raise InputError("the list of messages has no message with role user; add one")
+            messages[asked[-1]]["content"] = render(config.template, messages[asked[-1]]["content"])
+        first = len(messages)
+        messages += read_conversation(response if columns.messages is None else whole)
+        tools = read_tools(row.optional(columns.tools)) if columns.tools else ()
+    except InputError as error:
+        raise InputError(f"{row.where}: {error}") from error
+    for message in messages:
+        row.text(message["content"])
+    return Conversation(messages, tools, first)
 
 
 def _response(row: Row, config: DatasetConfig) -> str:

@@ -88,27 +88,31 @@ def as_messages(prompt: Any) -> list[dict[str, str]]:
     """
     if isinstance(prompt, NumberText) and prompt in NOT_FINITE:
         raise InputError(f"a prompt must be text or a list of messages, got {prompt}")
-    turns = _written_messages(prompt) if isinstance(prompt, str) else prompt
-    if isinstance(turns, str):
-        return [{"role": "user", "content": turns}]
+    turns = as_turns(prompt)
     if not isinstance(turns, Sequence) or not turns:
         kind = "null" if turns is None else type(turns).__name__
         raise InputError(f"a prompt must be text or a list of messages, got {kind}")
-    messages = [_as_message(turn) for turn in turns]
+    messages = [as_message(turn) for turn in turns]
     if all(message["role"] != "user" for message in messages):
         raise InputError("the list of messages has no message with role user; add one")
     return messages
 
 
-def _written_messages(text: str) -> Any:
+def as_turns(prompt: Any) -> Any:
+    """The value of a prompt's column, where text is the list of one message that it stands for, or that it spells."""
+    turns = written_messages(prompt) if isinstance(prompt, str) else prompt
+    return [{"role": "user", "content": turns}] if isinstance(turns, str) else turns
+
+
+def written_messages(text: str) -> Any:
     """The list of messages that a text spells, and the text if it spells none. Raises `InputError` for one that begins
     as such a list and cannot be read."""
-    if text[:2] == '"[' and isinstance(inner := _parsed(text), str):  # Written as JSON twice.
-        return _written_messages(inner) if _BEGINS_AS_MESSAGES.match(inner) else text
+    if text[:2] == '"[' and isinstance(inner := parsed(text), str):  # Written as JSON twice.
+        return written_messages(inner) if _BEGINS_AS_MESSAGES.match(inner) else text
     if not (_BEGINS_AS_MESSAGES.match(text) and any(a in text and b in text for a, b in _MESSAGE_FIELDS)):
         return text
     bare = text.strip().strip("\ufeff").strip()
-    if (found := _parsed(bare)) is not None:
+    if (found := parsed(bare)) is not None:
         return found if isinstance(found, list) else [found]
     if bare.startswith("{"):  # A problem about an object that looks so.
         return text
@@ -130,7 +134,7 @@ def refuse_shown_answer(messages: Sequence[Message]) -> None:
             )
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
     """What a text says as JSON, or as Python writes values; None where it is neither."""
     for parse in (partial(json.loads, strict=False), ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
@@ -140,9 +144,9 @@ def _parsed(text: str) -> Any:
 
 def response_text(value: Any) -> str:
     """The text to imitate: a response column's text, or what the assistant says in a list of one message."""
-    turns = _written_messages(value) if isinstance(value, str) else value
+    turns = written_messages(value) if isinstance(value, str) else value
     if isinstance(turns, list) and turns and all(isinstance(turn, Mapping) for turn in turns):
-        messages = [_as_message(turn) for turn in turns]
+        messages = [as_message(turn) for turn in turns]
         if [message["role"] for message in messages] != ["assistant"]:
             roles = ", ".join(message["role"] for message in messages) or "none"
             raise InputError(
@@ -251,7 +255,8 @@ def chat_text(
         ) from error
 
 
-def _as_message(turn: Any) -> dict[str, str]:
+def as_message(turn: Any) -> dict[str, str]:
+    """A record of role and content, or of from and value, as a message. Raises `InputError` for anything else."""
     if isinstance(turn, Mapping):
         for role, content in (("role", "content"), ("from", "value")):
             if isinstance(turn.get(role), str) and isinstance(turn.get(content), str):

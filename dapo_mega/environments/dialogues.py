@@ -8,7 +8,6 @@ used: the thinking stays where it was sampled, in the next turn's prompt as in t
 from __future__ import annotations
 
 import copy
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 
+from dapo_mega.data.conversations import named, refuse_dropped, thought_keys, without_thoughts, worded
 from dapo_mega.data.inert_text import CUT, InertEncoder
 from dapo_mega.data.templates import chat_text, render_messages
 from dapo_mega.data.tokenizer import Decode, decoder, stop_tokens
@@ -34,7 +34,6 @@ _MARK: Final = "<|shown-"
 _CONTENT: Final = _MARK + '"\\\n&é-{}|>'  # What a template escapes or takes apart is not found again.
 CALLED: Final = {"role": "tool", "tool_call_id": "call00000", "name": "a_tool", "content": "result"}
 _PLAIN: Final = "shown-{}-there"
-_THOUGHTS: Final = ("reasoning_content", "thinking")
 _TAGS: Final = (*ENDS, *ENDS.values())
 _ARGUMENTS: Final = {"key": ["value", 1]}
 _MENDED: Final = "use another template, or dialogue: renderers"
@@ -128,7 +127,7 @@ class TemplateDialogue(Dialogue):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Messages = (), may_rewrite: bool = False) -> None:
         self._may_rewrite = may_rewrite
-        self._thought_keys = [key for key in _THOUGHTS if re.search(rf"[.'\"]{key}\b", str(tokenizer.chat_template))]
+        self._thought_keys = thought_keys(tokenizer)
         self._tokenizer = tokenizer
         self._decode = decoder(tokenizer, _TAGS)
         self._encoder = InertEncoder(tokenizer)
@@ -164,9 +163,7 @@ class TemplateDialogue(Dialogue):
 
     def whole(self, messages: Messages) -> list[int]:
         plain = self._whole_text([self._worded(stand_in(message, i)) for i, message in enumerate(messages)])
-        for i, message in enumerate(messages):
-            if message["content"].strip() and message["role"] != "assistant" and plain.count(_PLAIN.format(i)) != 1:
-                raise InputError(f"it drops, alters or moves what a message of role {message['role']} says")
+        refuse_dropped(messages, plain, _PLAIN)
         expected = self._encoder.controls(self._encoder.ids(plain))
         for cut in (self._encoder.cut_markers, CUT.join):
             text = self._whole_text([self._worded(with_texts(message, cut)) for message in messages])
@@ -234,19 +231,13 @@ class TemplateDialogue(Dialogue):
             if not any(both):
                 raise
             shown = [
-                {key: value for key, value in message.items() if key not in _THOUGHTS or not is_both}
+                without_thoughts(message) if is_both else message
                 for message, is_both in zip(messages, both, strict=True)
             ]
             return self._text(shown, True)
 
     def _worded(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with thoughts where the template looks for them."""
-        worded = named(message)
-        if thought := worded.pop("reasoning_content", ""):
-            worded |= dict.fromkeys(self._thought_keys, thought)
-            if not self._thought_keys:
-                worded["content"] = f"{THINK}\n{thought}\n{ENDS[THINK]}\n\n{worded['content']}"
-        return worded
+        return worded(message, self._thought_keys)
 
     def _check_reading(self) -> None:
         asked = self._text([USER], True)
@@ -288,12 +279,6 @@ def make_dialogue(
 
         return ReadByRenderers(tokenizer, tools) if history == "template" else RenderersDialogue(tokenizer, tools)
     return TemplateDialogue(tokenizer, tools, history == "template") if chat_template else BareText(tokenizer, tools)
-
-
-def named(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with no markup in the name and id that a policy may have made up."""
-    odd = {key: "unknown" for key in ("name", "tool_call_id") if not re.fullmatch(r"[\w.:-]*", message.get(key) or "")}
-    return {**message, **odd}
 
 
 def with_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:

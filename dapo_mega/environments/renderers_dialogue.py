@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dapo_mega.data.conversations import named
 from dapo_mega.data.inert_text import CUT, InertEncoder
 from dapo_mega.data.templates import chat_text, render_messages
 from dapo_mega.data.tokenizer import decoder
@@ -17,7 +18,6 @@ from dapo_mega.environments.dialogues import (
     Messages,
     TemplateDialogue,
     answer,
-    named,
     stand_in,
     with_texts,
 )

@@ -36,11 +36,11 @@ def print_dry_run(config: RunConfig | SftConfig, *, elsewhere: bool = False, eve
     world_size = world_size_from_environment()
     if isinstance(config, SftConfig):
         lines = describe_fine_tuning(config, world_size)
-        _check("data.train", config.data.train, has_responses=True)
     else:
         lines = describe_run(config, world_size) + _key_notes(config)
-        for key, dataset in config.data.by_key.items():
-            _check(key, dataset)
+    for key, dataset in config.data.by_key.items():
+        _check(key, dataset, has_responses=isinstance(config, SftConfig))
+    if isinstance(config, RunConfig):
         lines += _reward_lines(config) + _code_notes(config)
     if missing := missing_packages(config.tracking.backends):
         lines.append(f"note: {missing}")

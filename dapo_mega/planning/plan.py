@@ -40,13 +40,14 @@ def describe_run(config: RunConfig, world_size: int) -> list[str]:
 def describe_fine_tuning(config: SftConfig, world_size: int) -> list[str]:
     """The same of supervised training."""
     lines, notes, data_size = _describe_model(config, world_size, "data.max_tokens", config.data.max_tokens)
+    length = f"{config.epochs:g} epochs in" if config.epochs else f"{config.num_steps}"
     lines.append(
-        f"run: {config.num_steps} updates of {config.batch_samples} demonstrations, about "
+        f"run: {length} updates of {config.batch_samples} demonstrations, about "
         f"{config.batch_samples / data_size:g} per data-parallel rank, in micro-batches of at most "
         f"{config.tokens_per_microbatch} tokens; learning rate {config.optimizer.learning_rate:g} after "
         f"{config.optimizer.warmup_steps} warm-up steps, {config.optimizer.schedule}"
     )
-    notes += _missing_dataset("data.train", config.data.train)
+    notes += [note for key, dataset in config.data.by_key.items() for note in _missing_dataset(key, dataset)]
     return lines + [f"note: {note}" for note in notes]
 
 

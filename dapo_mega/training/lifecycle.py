@@ -105,18 +105,18 @@ class Saving:
     trainer: ModelTrainer[Any]
     state: Callable[[], LoopState]
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, *, is_best: bool = False) -> None:
         """Complete the pending checkpoint if its files are written, and write the export and the checkpoint that are
         due.
 
         The export comes first, so a run that resumes after this step has it. The checkpoint holds everything that
-        decides the next step.
+        decides the next step, and is due for the best step, too.
         """
         settings = self.config.checkpoint
         self.trainer.finish_saving(wait=False)
         if settings.hf_every and step % settings.hf_every == 0:
             self._export(f"_step_{step:08d}")
-        if (settings.every and step % settings.every == 0) or step == self.config.num_steps:
+        if (settings.every and step % settings.every == 0) or step == self.config.num_steps or is_best:
             self.trainer.save(step, self.state())
 
     def last_step(self, step: int) -> str:

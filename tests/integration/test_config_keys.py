@@ -48,8 +48,11 @@ NOT_READ_BY_A_RUN = {
     **OF_TRACKERS,
     "critic.": "with algorithm.advantage=gae",
     "algorithm.preset": "while the file is read: it fills in other keys",
-    "data.evaluation.columns.response": "by supervised fine-tuning",
-    "data.train.columns.response": "by supervised fine-tuning",
+    **{
+        f"data.{dataset}.columns.{column}": "by supervised fine-tuning"
+        for dataset in ("train", "evaluation")
+        for column in ("response", "messages", "tools")
+    },
     "evaluation.engines": "with evaluation.beside_training",
     "evaluation.limit_s": "with evaluation.beside_training",
     "reward.call_": "with reward.function",

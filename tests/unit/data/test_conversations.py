@@ -9,7 +9,14 @@ from tokenizers import Tokenizer
 
 from dapo_mega.config import DatasetConfig
 from dapo_mega.data.preview import turn_without_stop
-from dapo_mega.data.prompts import PromptDataset, check_dataset, first_rows, load_demonstrations, load_prompts
+from dapo_mega.data.prompts import (
+    PromptDataset,
+    check_dataset,
+    first_demonstrations,
+    first_rows,
+    load_demonstrations,
+    load_prompts,
+)
 from dapo_mega.data.tokenizer import build_byte_tokenizer, build_character_tokenizer, load_tokenizer
 from dapo_mega.errors import InputError
 
@@ -150,9 +157,9 @@ def test_a_demonstration_ends_once_with_what_ends_a_turn(tmp_path: Path) -> None
     (tmp_path / "model").mkdir()
     for stops, end in ((("</s>", "<|end|>"), "<|end|>"), (("</s>",), "</s>")):
         tokenizer = _chat_tokenizer(tmp_path / "model", stops=stops)
-        found = [row.response_token_ids.tolist() for row in load_demonstrations(config, tokenizer, 99)]
-        shown = first_rows(config, tokenizer, 99, has_responses=True)
-        assert [row.response_token_ids.tolist() for row in shown] == found
+        found = [row.response_token_ids.tolist() for row in load_demonstrations(config, tokenizer, 99).sequences]
+        shown = first_demonstrations(config, tokenizer, 99)
+        assert [row.sequences[0][-1].token_ids for row in shown] == found
         assert bool(turn_without_stop(config, tokenizer)) == (end == "</s>")
         texts = [tokenizer.decode(ids) for ids in found]
         expected = [f"4 2{end}", f"4 2 {end}", *[f"4 2{end}"] * 6]
@@ -172,11 +179,10 @@ def test_a_turn_that_ends_with_plain_text_is_named_with_what_stops_responses(tmp
 
 def test_a_response_that_goes_on_behind_its_end_is_refused(tmp_path: Path) -> None:
     tokenizer = _chat_tokenizer(tmp_path)
-    many = [ASSISTANT, ASSISTANT]
     for response, message in {
         "4<|end|>2": "goes on",
         "<|end|>": "nothing but",
-        json.dumps(many): "one message",
+        json.dumps([USER]): "one message",
     }.items():
         config = _dataset(tmp_path, [{"prompt": "?", "response": response}], chat_template=True)
         with pytest.raises(InputError, match=f"line 1: .*{message}"):

@@ -58,7 +58,7 @@ def test_arithmetic_is_prepared_end_to_end(tool: Tool, tmp_path: Path) -> None:
     )
     demonstrations = load_demonstrations(
         DatasetConfig(path=str(out / "demonstrations.parquet"), template="as_is"), tokenizer, 200
-    )
+    ).sequences
     assert (len(training), len(held_out), len(demonstrations)) == (60, 20, 50)
     forbidden = {prompt.text for prompt in held_out}
     assert not forbidden.intersection(prompt.text for prompt in training)

@@ -18,7 +18,7 @@ from dapo_mega.data.preview import (
     with_marked_specials,
 )
 from dapo_mega.data.prompts import RenderedRow, first_rows
-from dapo_mega.data.tokenizer import build_byte_tokenizer
+from dapo_mega.data.tokenizer import build_byte_tokenizer, load_tokenizer
 
 TOKENIZER = build_byte_tokenizer()
 CHAT = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}<s>assistant\n"
@@ -167,5 +167,27 @@ def test_a_prompt_of_each_dataset_is_shown_with_its_warnings(tmp_path) -> None:
     assert lines[5].startswith("WARNING: the tokenizer in")
     tuning = {**values, "data": {"train": mixture["b"]}}
     lines = preview_run(SftConfig.model_validate(tuning), TOKENIZER).splitlines()
-    assert lines[2:4] == ["its response, 4 tokens, special tokens in ⟦⟧:", "  | one⟦</s>⟧"]
+    assert lines[2:4] == [
+        "response, 4 tokens, in the loss, divided by ·, special tokens in ⟦⟧:",
+        "  | o·n·e·⟦</s>⟧",
+    ]
     assert len(lines) == 5, "an instruction is not asked for where no reward reads it"
+
+
+def test_of_a_conversation_each_token_in_the_loss_is_shown_by_role(tmp_path) -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = CHAT.replace("<s>assistant", "{% if add_generation_prompt %}<s>assistant") + "{% endif %}"
+    tokenizer.split_special_tokens = False
+    tokenizer.save_pretrained(tmp_path)
+    chat = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "no"},
+    ]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"chat": [*chat, *chat[1:]]}))
+    train = {"path": str(tmp_path / "chat.jsonl"), "columns": {"messages": "chat"}, "template": "as_is"}
+    data = {"train": {**train, "chat_template": True}, "loss_on": "last"}
+    values = {"output_dir": str(tmp_path), "num_steps": 1, "model": {"path": str(tmp_path)}, "data": data}
+    lines = preview_run(SftConfig.model_validate(values), load_tokenizer(str(tmp_path))).splitlines()
+    assert lines[0].startswith("first system, user, assistant, user of data.train, ")
+    assert lines[-2:] == ["assistant, 3 tokens, in the loss, divided by ·, special tokens in ⟦⟧:", "  | n·o·⟦</s>⟧"]

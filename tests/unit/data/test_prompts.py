@@ -164,7 +164,7 @@ def test_special_tokens_that_a_row_spells_are_text_and_the_templates_are_not(tmp
     for prompt in (load_prompts(config, tokenizer, 100).prompts[0], first_rows(config, tokenizer, 1)[0]):
         assert prompt.token_ids.tolist() == expected
         assert prompt.text == f"<|im_start|>{spelt}<|im_end|><think>"
-    demonstration, plain = load_demonstrations(config, tokenizer, 100)
+    demonstration, plain = load_demonstrations(config, tokenizer, 100).sequences
     assert demonstration.prompt_token_ids.tolist() == expected
     assert plain.prompt_token_ids.tolist() == tokenizer("<|im_start|>a<|im_end|><think>")["input_ids"]
     as_written = config.model_copy(update={"chat_template": False})  # A base model's prompt may bring its tokens along.
@@ -310,7 +310,7 @@ def test_tokens_without_an_embedding_are_refused_before_the_start(tmp_path: Path
 def test_a_demonstration_continues_the_prompt_of_a_rollout_and_ends(tmp_path: Path) -> None:
     records = [{"prompt": "1+1?", "response": "Answer: 2", "answer": 2}] * 2
     config = _dataset(tmp_path, records, template="dapo")
-    demonstrations = load_demonstrations(config, TOKENIZER, 1000)
+    demonstrations = load_demonstrations(config, TOKENIZER, 1000).sequences
     (prompt,) = _load(config).prompts
     assert len(demonstrations) == 2, "repeated demonstrations are kept"
     for demonstration in demonstrations:
@@ -322,7 +322,7 @@ def test_a_demonstration_continues_the_prompt_of_a_rollout_and_ends(tmp_path: Pa
 
 def test_a_demonstration_over_the_limit_counts_its_end_token(tmp_path: Path) -> None:
     config = _dataset(tmp_path, [{"prompt": "12", "response": "345"}])
-    assert len(load_demonstrations(config, TOKENIZER, 6)) == 1
+    assert len(load_demonstrations(config, TOKENIZER, 6).sequences) == 1
     with pytest.raises(InputError, match="line 1: prompt and response are 6 tokens, over the limit of 5"):
         load_demonstrations(config, TOKENIZER, 5)
 

@@ -102,7 +102,7 @@ def test_all_correct_responses_that_end_become_rows_to_fine_tune_on(made, whole)
     assert card.dropped["wrong"] == sum(not r["correct"] for r in responses)
     demonstrations = load_demonstrations(
         DatasetConfig(path=str(whole), template="as_is"), load_tokenizer(str(made / "model")), 64
-    )
+    ).sequences
     assert len(demonstrations) == len(rows)
 
 

@@ -1,0 +1,146 @@
+"""Fine-tuning on conversations computes what transformers does; evaluations end it and choose what is kept."""
+
+import json
+import math
+
+import pytest
+import torch
+import yaml
+
+from dapo_mega.checkpoints.folders import step_of
+from dapo_mega.config import SftConfig, load_config
+from dapo_mega.data import load_demonstrations, load_tokenizer
+from dapo_mega.metrics import read_metrics
+from dapo_mega.training.sft import run_sft
+
+from .runs import REPOSITORY, finish, prepare, start
+
+pytestmark = pytest.mark.integration
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+NUMBERS = ("12", "7", "305", "44", "9", "81", "2", "66", "530", "18", "3", "27")
+
+
+def conversation(i):
+    said = (NUMBERS[i], NUMBERS[i - 1], NUMBERS[i - 2], NUMBERS[i - 3])
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """The configuration file of fine-tuning on ten conversations, of which evaluations see six and two others."""
+    folder = tmp_path_factory.mktemp("conversations")
+    prepare(folder)
+    tokenizer = load_tokenizer(str(folder / "model"))
+    tokenizer.chat_template = TEMPLATE.replace("m.role[0]", "{'user': '+', 'assistant': '='}[m.role]")
+    tokenizer.chat_template = tokenizer.chat_template.replace("%}a{%", "%}={%")
+    tokenizer.split_special_tokens = False
+    tokenizer.save_pretrained(folder / "model")
+    for name, rows in {"a": range(3), "b": range(3, 10), "held_out": range(4, 12)}.items():
+        text = "".join(json.dumps({"messages": conversation(i)}) + "\n" for i in rows)
+        (folder / f"{name}.jsonl").write_text(text)
+
+    def dataset(name):
+        columns = {"messages": "messages"}
+        return {"path": str(folder / f"{name}.jsonl"), "template": "as_is", "chat_template": True, "columns": columns}
+
+    mixture = {"a": {**dataset("a"), "weight": 1}, "b": {**dataset("b"), "weight": 3}}
+    values = {
+        "output_dir": "replaced",
+        "num_steps": 8,
+        "batch_samples": 5,
+        "tokens_per_microbatch": 48,
+        "threads_per_process": 1,
+        "model": {"path": str(folder / "model"), "dtype": "fp32"},
+        "data": {"max_tokens": 40, "mixture": mixture, "evaluation": dataset("held_out")},
+        "evaluation": {"every": 2, "at_start": True},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0},
+        "checkpoint": {"every": 3, "keep_last": 1},
+    }
+    (folder / "sft.yaml").write_text(yaml.safe_dump(values))
+    return folder / "sft.yaml"
+
+
+def run(config, output, *overrides):
+    run_sft(load_config(SftConfig, config, [f"output_dir={output}", *overrides]))
+    return read_metrics(output / "metrics.jsonl")
+
+
+def of_transformers(model, dataset):
+    """Mean cross-entropy over the tokens in the loss, as TRL's SFTTrainer has it with assistant_only_loss, and the
+    share of them that are the likeliest."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    losses, right = [], []
+    for row in load_demonstrations(dataset, load_tokenizer(str(model)), 99).sequences:
+        ids = torch.tensor([*row.prompt_token_ids.tolist(), *row.response_token_ids.tolist()])
+        labels = ids.clone()
+        labels[: len(row.prompt_token_ids)] = -100
+        labels[len(row.prompt_token_ids) :][~torch.from_numpy(row.in_loss)] = -100
+        with torch.no_grad():
+            logits = policy(ids[None]).logits[0, :-1]
+        labels = labels[1:]
+        is_in = labels != -100
+        losses.append(torch.nn.functional.cross_entropy(logits[is_in], labels[is_in], reduction="none"))
+        right.append(logits[is_in].argmax(-1) == labels[is_in])
+    return torch.cat(losses).mean().item(), torch.cat(right).float().mean().item()
+
+
+LAYOUTS = {
+    "data 2": [],
+    "tensor 2": ["parallel.tensor=2", "parallel.sequence=true"],
+    "pipeline 2": ["parallel.pipeline=2"],
+    "context 2": ["parallel.context=2"],
+}
+
+
+def test_loss_and_accuracy_are_those_of_transformers_in_every_layout(config, tmp_path):
+    settings = load_config(SftConfig, config)
+    loss, accuracy = of_transformers(settings.model.path, settings.data.evaluation)
+    trained, _ = of_transformers(settings.model.path, settings.data.mixture["b"])
+    values = yaml.safe_load(config.read_text())
+    train = values["data"].pop("mixture")["b"]
+    values["data"]["train"] = {key: value for key, value in train.items() if key != "weight"}
+    whole = config.with_name("whole.yaml")
+    whole.write_text(yaml.safe_dump({**values, "num_steps": 1, "batch_samples": 7}))
+    for name, layout in LAYOUTS.items():
+        output = tmp_path / name.replace(" ", "_")
+        finish(start(whole, 2, output, *layout, script=REPOSITORY / "launch" / "train_sft.py"), output)
+        before, after = read_metrics(output / "metrics.jsonl")
+        assert before["evaluation/loss"] == pytest.approx(loss, abs=1e-6), name
+        assert before["evaluation/perplexity"] == pytest.approx(math.exp(loss), rel=1e-6), name
+        assert before["evaluation/token_accuracy"] == pytest.approx(accuracy, abs=1e-7), name
+        assert after["policy/loss"] == pytest.approx(trained, abs=1e-6), name
+        exported, _ = of_transformers(output / "hf", settings.data.evaluation)
+        assert after["evaluation/loss"] == pytest.approx(exported, abs=2e-6), name
+
+
+def test_epochs_count_demonstrations_and_weights_mix_them(config, tmp_path):
+    records = run(config, tmp_path, "num_steps=0", "epochs=4")
+    assert [record["step"] for record in records] == list(range(9)), "4 x 10 demonstrations in batches of 5"
+    # A quarter of 40 turns is of the three of a, the rest of the seven of b.
+    assert (records[-1]["sampling/epochs_a"], records[-1]["sampling/epochs_b"]) == (10 // 3, 30 // 7)
+
+
+def test_evaluations_end_a_run_and_the_best_checkpoint_stays(config, tmp_path, capsys):
+    overrides = ["evaluation.stop_after=2", "evaluation.keep_best=true", "num_steps=99", "optimizer.learning_rate=3e-2"]
+    records = run(config, tmp_path, *overrides)
+    losses = {record["step"]: record["evaluation/loss"] for record in records if "evaluation/loss" in record}
+    best = min(losses, key=lambda step: losses[step])
+    last = records[-1]["step"]
+    assert 0 < best < last < 99
+    assert list(losses)[-3:] == [best, best + 2, best + 4]
+    kept = sorted(step_of(path) for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert kept == [best, last], "with checkpoint.keep_last=1"
+    capsys.readouterr()
+    run(config, tmp_path, *overrides)
+    assert f"already holds a model fine-tuned for {last} steps" in capsys.readouterr().out
+    # Whoever has more patience goes on.
+    overrides[0] = "evaluation.stop_after=3"
+    more = run(config, tmp_path, *overrides)
+    assert more[: len(records)] == records
+    assert more[-1]["step"] >= last + 2
