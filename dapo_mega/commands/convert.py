@@ -3,6 +3,7 @@
 dapo-mega convert hf-to-megatron HF_FOLDER NEW_FOLDER --tensor 8 --pipeline 4
 dapo-mega convert megatron-to-hf RUN NEW_FOLDER [--critic]
 dapo-mega convert reshard MEGATRON_FOLDER NEW_FOLDER --tensor 2 --expert 4
+dapo-mega convert merge FOLDER NEW_FOLDER --others OTHER_FOLDER ... [--weights 1 1]
 dapo-mega convert verify FOLDER OTHER_FOLDER
 dapo-mega convert inspect FOLDER --tensors
 
@@ -64,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         is_critic = options.critic and (found / CRITIC_CONFIG_FILE).is_file()
         other = open_checkpoint(found, options.model, is_critic=is_critic)
         _verify(checkpoint, other, options.tensors_only)
+    elif options.command == "merge":
+        from dapo_mega.conversion.merging import merge
+
+        models = [checkpoint, *(open_checkpoint(_checkpoint_in(path), options.model) for path in options.others)]
+        weights = options.weights or [1.0] * len(models)
+        _say_written(merge(models, weights, options.target.absolute(), round(options.shard_gib * _GIB)), options.target)
     else:
         _convert(checkpoint, options)
 
@@ -95,7 +102,11 @@ def _convert(checkpoint: "Checkpoint", options: argparse.Namespace) -> None:
     else:
         convert = to_megatron if options.command == "hf-to-megatron" else reshard
         written = convert(checkpoint, target, _layout(options, checkpoint.arch), shard_bytes)
-    print_once(f"wrote {options.target}" if written else f"{options.target} is finished already: nothing to do")
+    _say_written(written, options.target)
+
+
+def _say_written(written: bool, target: Path) -> None:
+    print_once(f"wrote {target}" if written else f"{target} is finished already: nothing to do")
 
 
 def _verify(left: "Checkpoint", right: "Checkpoint", tensors_only: bool) -> None:
@@ -151,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         ("hf-to-megatron", "write a Hugging Face checkpoint in Megatron's format"),
         ("megatron-to-hf", "write a Megatron checkpoint's weights in Hugging Face's format"),
         ("reshard", "rewrite a Megatron checkpoint for another layout, with optimizer, critic and loop state"),
+        ("merge", "write the mean of several models' weights in Hugging Face's format"),
         ("verify", "compare two checkpoints: tensors, then log-probs of a few prompts"),
         ("inspect", "describe a checkpoint"),
     ):
@@ -167,6 +179,13 @@ def _parser() -> argparse.ArgumentParser:
         else:
             command.add_argument("target", type=Path, help="a folder that does not exist yet")
             command.add_argument("--shard-gib", type=_shard_gib, default=4.0, help="largest file (default 4)")
+        if name == "merge":
+            command.add_argument(
+                "--others", type=Path, nargs="+", required=True, help="models of the same architecture"
+            )
+            command.add_argument(
+                "--weights", type=float, nargs="+", help="of the first and the others (default: equal)"
+            )
         if name in ("hf-to-megatron", "reshard"):
             for size in _SIZES:
                 command.add_argument(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -130,8 +131,10 @@ def open_checkpoint(path: Path, model: Path | None = None, *, is_critic: bool = 
     return Checkpoint(stored.source, companions, stored.family, stored.arch, stored.config)
 
 
-def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
-    """Write a Megatron checkpoint's weights as a Hugging Face one; see `write_folder`."""
+def to_hf(
+    checkpoint: Checkpoint, target: Path, shard_bytes: int, origin: Mapping[str, Any] = MappingProxyType({})
+) -> bool:
+    """Write a checkpoint's weights as a Hugging Face one; see `write_folder`. `origin`: of what else they are made."""
     files, shards, nbytes = _hf_outputs(checkpoint, checkpoint.names, shard_bytes)
 
     def finish(folder: Path, records: Mapping[str, Any]) -> None:
@@ -139,7 +142,8 @@ def to_hf(checkpoint: Checkpoint, target: Path, shard_bytes: int) -> bool:
         copy_config_and_tokenizer(checkpoint.companions, folder, checkpoint.dtypes, checkpoint.critic_config)
         write_index(folder, shards, nbytes)
 
-    return write_folder(target, OutputFolder(_made_from(checkpoint, "megatron-to-hf", shard_bytes), files, finish))
+    made_from = {**_made_from(checkpoint, "megatron-to-hf", shard_bytes), **origin}
+    return write_folder(target, OutputFolder(made_from, files, finish))
 
 
 def _hf_outputs(

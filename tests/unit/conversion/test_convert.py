@@ -20,6 +20,7 @@ from dapo_mega.conversion import convert as conversion
 from dapo_mega.conversion import resumable_folder
 from dapo_mega.conversion.convert import open_checkpoint, reshard, to_hf, to_megatron
 from dapo_mega.conversion.inspection import describe
+from dapo_mega.conversion.merging import merge
 from dapo_mega.conversion.verification import (
     compare_distributions,
     compare_logprobs,
@@ -614,3 +615,32 @@ def test_a_second_conversion_to_the_same_target_is_refused_while_one_runs(tmp_pa
     assert to_megatron(open_checkpoint(model), tmp_path / "target", ParallelConfig(), SMALL)
     assert len(refused) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"model", "target"}
+
+
+def test_a_merged_model_is_the_weighted_mean(tmp_path):
+    """Of either format; with all weight on one it is that one to the bit."""
+    names = ("first", "second", "third")
+    made = [make_model(tmp_path / name, tied=False, seed=seed) for seed, name in enumerate(names)]
+    to_megatron(open_checkpoint(made[2]), tmp_path / "megatron", ParallelConfig(**TP2), SMALL)
+    models = [open_checkpoint(path) for path in (*made[:2], tmp_path / "megatron")]
+    assert merge(models, [3.0, 1.0, 4.0], tmp_path / "mean", SMALL)
+    held = [weights(path) for path in made]
+    for name, tensor in weights(tmp_path / "mean").items():
+        mean = sum(share * each[name].double() for share, each in zip((0.375, 0.125, 0.5), held, strict=True))
+        assert torch.allclose(tensor.double(), mean, rtol=1e-6, atol=1e-7), name
+    assert not merge(models, [3.0, 1.0, 4.0], tmp_path / "mean", SMALL), "finished already"
+    merge(models, [0.0, 2.0, 0.0], tmp_path / "one", SMALL)
+    assert_same_weights(tmp_path / "one", made[1])
+    with pytest.raises(InputError, match="was made from another source"):
+        merge(models, [1.0, 1.0, 1.0], tmp_path / "mean", SMALL)
+
+
+def test_models_that_do_not_fit_are_not_merged(tmp_path):
+    model = open_checkpoint(make_model(tmp_path / "model", tied=False))
+    tied = open_checkpoint(make_model(tmp_path / "tied", tied=True))
+    with pytest.raises(InputError, match="cannot be merged: tied_embeddings: False and True"):
+        merge([model, tied], [1.0, 1.0], tmp_path / "mean", SMALL)
+    for given in ([1.0], [1.0, -0.5], [0.0, 0.0], [1.0, float("nan")]):
+        with pytest.raises(InputError, match="2 models need as many weights of 0 or more that are not all 0"):
+            merge([model, model], given, tmp_path / "mean", SMALL)
+    assert not (tmp_path / "mean").exists()
