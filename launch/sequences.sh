@@ -1,0 +1,137 @@
+#!/usr/bin/env bash
+# The sequences of stages of three papers at toy size, on two CPU cores, with a table of accuracy after every stage.
+# configs/recipes/sequences/README.md says what each stage is and what came out.
+#
+#   bash launch/sequences.sh r1|long_to_short|base_rl_distilled [--seed N] [--output DIR] [--short]
+#
+# All begin with one base model, made once in the output folder. --short shows that all stages run, and teaches little.
+# Run again, it goes on where it was.
+set -euo pipefail
+
+usage="usage: sequences.sh r1|long_to_short|base_rl_distilled [--seed N] [--output DIR] [--short]"
+sequence=${1:-}
+case "$sequence" in
+    r1 | long_to_short | base_rl_distilled) shift ;;
+    *) echo "error: unknown sequence '$sequence'; $usage" >&2; exit 2 ;;
+esac
+seed=0 output= pretraining=600 cold=60 rl=15 prompts=1000 own=300 k=64
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --seed) seed=$2; shift 2 ;;
+        --output) output=$2; shift 2 ;;
+        --short) pretraining=200 cold=10 rl=1 prompts=64 own=10 k=4; shift ;;
+        *) echo "error: unknown argument '$1'; $usage" >&2; exit 2 ;;
+    esac
+done
+case "$seed" in *[!0-9]* | "") echo "error: --seed takes a whole number" >&2; exit 2 ;; esac
+
+project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+output=${output:-$project/runs/sequences/seed$seed}
+case "$output" in /*) ;; *) output=$PWD/$output ;; esac
+cd "$project"
+source tools/install.sh
+export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+[ -n "${GLOO_SOCKET_IFNAME:-}" ] || [ ! -e /sys/class/net/lo ] || export GLOO_SOCKET_IFNAME=lo
+mega() { "$PYTHON" -W ignore -m dapo_mega "$@"; }
+file=configs/recipes/sequences/rl.yaml
+data=(data.train.path="$output/data/train.parquet" data.evaluation.path="$output/data/eval.parquet")
+
+evaluated=()
+accuracy() {  # STAGE [K]: asks the held-out problems.
+    evaluated+=("$output/evaluations/$1")
+    [ -e "$output/evaluations/$1.json" ] || mega evaluate --config $file seed="$seed" "${data[@]}" \
+        model.path="$output/$1/hf" evaluation.samples_per_prompt="${2:-4}" --samples "$output/evaluations/$1" \
+        --output "$output/evaluations/$1.json" > /dev/null
+}
+sft() {  # STAGE MODEL DATA STEPS LEARNING_RATE
+    mega sft --processes 2 --config configs/quickstart_sft.yaml seed="$seed" output_dir="$output/$1" model.path="$2" \
+        data.train.path="$3" num_steps="$4" optimizer.learning_rate="$5" optimizer.warmup_steps=5
+}
+rl() {  # STAGE MODEL [SECTION.KEY=VALUE ...]
+    mega train --processes 2 --config $file seed="$seed" "${data[@]}" output_dir="$output/$1" model.path="$2" \
+        num_steps="$rl" "${@:3}"
+}
+own_answers() {  # STAGE FOLDER [OPTION ...]: what a stage's model says to the training problems, and is right.
+    mega rejection-sample "$output/prepared" --output "$2" --config $file --model "$output/$1/hf" --seed "$seed" \
+        --set "${data[@]}" --samples 4 --force "${@:3}"
+}
+demonstrations() {  # FOLDER [OPTION ...]
+    mega prepare arithmetic --output "$output/$1" --seed "$seed" --min-digits 3 --num-train 4000 --num-eval 256 "${@:2}"
+}
+initial_model() {  # FOLDER WIDTH INNER_WIDTH
+    mega prepare init-model --output "$output/$1" --seed "$seed" --hidden-size "$2" --intermediate-size "$3" \
+        --layers 2 --heads 4 --kv-heads 4
+}
+
+r1() {
+    demonstrations careful --num-demonstrations 1000 --careful 1 --verbose 0 --careless 0
+    echo "stage 1, cold start: a little SFT on answers with their working (seconds)"
+    sft stage1 "$output/base/hf" "$output/careful/demonstrations.parquet" "$cold" 2e-4
+    accuracy stage1
+    echo "stage 2, RL for reasoning: GRPO on accuracy and language consistency (2 minutes)"
+    rl stage2 "$output/stage1/hf"
+    accuracy stage2
+    echo "stage 3, rejection sampling from stage 2, and SFT of the base model on what was right (2 minutes)"
+    own_answers stage2 "$output/own" --keep diverse --per-prompt 2
+    sft stage3 "$output/base/hf" "$output/own" "$own" 1e-3
+    accuracy stage3
+    echo "stage 4, RL for all: accuracy, and answers that do not repeat themselves (2 minutes)"
+    rl stage4 "$output/stage3/hf" \
+        reward.components='[{kind: answer, incorrect: 0}, {kind: repetition, ngram_tokens: 8, weight: 0.2}]'
+    accuracy stage4
+    echo "distillation: a model of a quarter of the size on what stage 2 said, and RL in its place (3 minutes)"
+    initial_model small_initial 96 256
+    sft small_base "$output/small_initial" "$output/data/demonstrations.parquet" "$pretraining" 2e-3
+    accuracy small_base
+    sft small_distilled "$output/small_base/hf" "$output/own" "$own" 1e-3
+    accuracy small_distilled
+    rl small_rl "$output/small_base/hf"
+    accuracy small_rl
+}
+
+long_to_short() {
+    demonstrations long --num-demonstrations 6000 --careful 0 --verbose 1 --careless 0
+    echo "a model of long thoughts, which does all sums twice, and one of short ones (a minute)"
+    sft long "$output/base/hf" "$output/long/demonstrations.parquet" "$own" 1e-3
+    accuracy long
+    demonstrations short --num-demonstrations 6000 --careful 1 --verbose 0 --careless 0
+    sft short "$output/base/hf" "$output/short/demonstrations.parquet" "$cold" 2e-4
+    accuracy short
+    echo "model merging: the mean of both (seconds)"
+    [ -e "$output/merged/hf" ] || mega convert merge "$output/long/hf" "$output/merged/hf" --others "$output/short/hf"
+    accuracy merged
+    echo "shortest rejection sampling: SFT of the long model on the shortest of its right answers (2 minutes)"
+    own_answers long "$output/shortest" --keep shortest
+    sft rejection "$output/long/hf" "$output/shortest" "$own" 1e-3
+    accuracy rejection
+    echo "long-to-short RL: GRPO of the long model with the length reward (2 minutes)"
+    rl length_rl "$output/long/hf" \
+        reward.components='[{kind: answer, incorrect: 0}, {kind: length_kimi, weight: 0.5}]'
+    accuracy length_rl
+}
+
+base_rl_distilled() {
+    accuracy base "$k"
+    echo "RL of the base model (2 minutes)"
+    rl rl "$output/base/hf"
+    accuracy rl "$k"
+    echo "a teacher who has seen careful answers only, and the base model on what it says (4 minutes)"
+    demonstrations careful --num-demonstrations 6000 --careful 1 --verbose 0 --careless 0
+    sft teacher "$output/base/hf" "$output/careful/demonstrations.parquet" "$pretraining" 1e-3
+    own_answers teacher "$output/of_teacher" --keep all
+    sft distilled "$output/base/hf" "$output/of_teacher" "$own" 1e-3
+    accuracy distilled "$k"
+}
+
+echo "the base model: random weights that have read careless and careful answers alike (2 minutes on two CPU cores)"
+demonstrations data --num-demonstrations 30000
+initial_model initial 192 512
+sft base "$output/initial" "$output/data/demonstrations.parquet" "$pretraining" 2e-3
+if [ ! -e "$output/prepared/card.json" ]; then
+    "$PYTHON" -c "import pyarrow.parquet as pq, sys; a, b, n = sys.argv[1:]; pq.write_table(pq.read_table(a)[:int(n)], b)" \
+        "$output/data/train.parquet" "$output/problems.parquet" "$prompts"
+    mega prepare dataset "$output/problems.parquet" --output "$output/prepared" --decontaminate "$output/data/eval.parquet"
+fi
+[ "$sequence" = base_rl_distilled ] || accuracy base
+"$sequence"
+mega compare "${evaluated[@]}" --output "$output/$sequence" | tee "$output/$sequence.txt"
