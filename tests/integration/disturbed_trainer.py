@@ -88,10 +88,10 @@ def wait_after(last_step: int, action: Callable[[], None] = lambda: None) -> Non
     earlier ones are complete."""
     after_step = Saving.after_step
 
-    def call(saving: Saving, step: int) -> None:
+    def call(saving: Saving, step: int, **named: bool) -> None:
         if step == last_step:
             saving.trainer.finish_saving()
-        after_step(saving, step)
+        after_step(saving, step, **named)
         while step == last_step:
             action()
             time.sleep(1)

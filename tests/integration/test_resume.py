@@ -334,14 +334,23 @@ def test_fine_tuning_killed_and_stopped_equals_uninterrupted(task, monkeypatch):
                 "output_dir": "replaced",
                 "seed": 3,
                 "num_steps": 12,
-                "batch_samples": 24,  # Of 64 demonstrations: epochs end within batches.
+                "batch_samples": 24,  # Of 64 and 20 demonstrations: epochs end within batches.
                 "tokens_per_microbatch": 128,
                 "threads_per_process": 1,
                 "model": {"path": str(folder / "model"), "dtype": "fp32"},
                 "data": {
                     "max_tokens": 64,
-                    "train": {"path": str(folder / "data" / "demonstrations.parquet"), "template": "as_is"},
+                    "mixture": {
+                        name: {"path": str(folder / "data" / "demonstrations.parquet"), "template": "as_is", **other}
+                        for name, other in {"whole": {"weight": 2}, "begin": {"max_rows": 20}}.items()
+                    },
+                    "evaluation": {
+                        "path": str(folder / "data" / "demonstrations.parquet"),
+                        "template": "as_is",
+                        "max_rows": 9,
+                    },
                 },
+                "evaluation": {"every": 3, "keep_best": True},
                 "optimizer": {"learning_rate": 1e-3, "warmup_steps": 3, "schedule": "cosine"},
                 "checkpoint": {"every": 2},
             }
