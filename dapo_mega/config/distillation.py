@@ -19,8 +19,8 @@ class TeacherConfig(ServerKeys):
     path: LocalPathOrNone = None
     """Folder with the model, of any supported family and size. It is laid out, packed and computed like the policy."""
     urls: tuple[str, ...] = Field(default=(), json_schema_extra=FREE)
-    """Equal SGLang servers of the teacher that also serve text (launch/serve_rollouts.py --with-text). A request goes to
-    the one with least to do, and to another one if it fails."""
+    """Equal SGLang servers of the teacher that also serve text (launch/serve_rollouts.py --with-text). A request goes
+    to the one with least to do, and to another one if it fails."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -38,7 +38,7 @@ def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distillation")
     config = prepare(folder)
     teacher = folder / "teacher"
-    prepare_data("init-model", "--output", teacher, "--seed", 7, "--hidden-size", 48, "--layers", 1, "--kv-heads", 4)
+    prepare_data("init-model", "--output", teacher, "--seed", 7, "--hidden-size", 48, "--layers", 3, "--kv-heads", 4)
     file = teacher / "model.safetensors"
     weights = load_file(file)
     weights["model.embed_tokens.weight"] *= 5  # So that it has preferences.
@@ -49,7 +49,7 @@ def task(tmp_path_factory):
 NO_EVALUATION = ("evaluation.every=0", "evaluation.at_start=false", "evaluation.at_end=false")
 
 
-def test_tokens_have_their_teachers_advantages_and_a_run_goes_on_to_the_bit(task, tmp_path):
+def test_tokens_learn_from_their_teacher_in_every_layout_and_a_run_goes_on_to_the_bit(task, tmp_path):
     config, teacher = task
     values = (f"distillation.teachers.default.path={teacher}", "reward.source=verifier", "num_steps=3", *NO_EVALUATION)
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
@@ -58,6 +58,11 @@ def test_tokens_have_their_teachers_advantages_and_a_run_goes_on_to_the_bit(task
         finish(start(config, 2, interrupted, *values, f"num_steps={steps}"), interrupted)
     records, again = (read_metrics(run / "metrics.jsonl") for run in (whole, interrupted))
     assert decisive(records[-1]) == decisive(again[-1])
+    for layout in ("tensor", "pipeline", "context"):
+        finish(start(config, 2, tmp_path / layout, *values, "num_steps=1", f"parallel.{layout}=2"), tmp_path / layout)
+        (first,) = read_metrics(tmp_path / layout / "metrics.jsonl")
+        for name in ("policy/kl_to_teacher", "policy/teacher_logprob", "policy/loss", "policy/grad_norm"):
+            assert first[name] == pytest.approx(records[0][name], rel=1e-4, abs=1e-6), (layout, name)
     # All rewards are equal, and all groups are trained on.
     assert [(r["groups/all_wrong_share"], r["groups/kept_share"]) for r in records] == [(1, 1)] * 3
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)

@@ -49,7 +49,7 @@ class TeacherServers:
             answers = self._without_gaps(number, self._endpoints[number].post_all(bodies))
             for (member, (*_, rows)), answer in zip(asked, answers, strict=True):
                 logprobs = found.setdefault(member.id, np.zeros(member.num_rows, np.float32))
-                logprobs[rows] = answer[-(rows.stop - rows.start) :]
+                logprobs[rows] = answer
                 logprobs[~member.sampled] = 0.0
         return [
             replace(
