@@ -30,7 +30,7 @@ from dapo_mega.config.presets import PRESETS
 from dapo_mega.config.reward import RewardConfig
 from dapo_mega.config.rollout import RolloutConfig
 from dapo_mega.config.run import CriticConfig, RunConfig, SamplesConfig
-from dapo_mega.config.sft import SftConfig
+from dapo_mega.config.sft import DpoConfig, SftConfig
 from dapo_mega.config.tracking import TrackingConfig
 from dapo_mega.config.training import TrainingConfig
 from dapo_mega.config.weight_sync import WeightSyncConfig

@@ -31,6 +31,9 @@ class ColumnsConfig(Section):
     response: str = "response"
     """Column of the response to imitate: text, or a list of messages, with calls of tools and their results; only
     supervised training reads it."""
+    rejected: str | None = None
+    """Column of the worse response to the same prompt, in the form of `response`, which is then the better one; only
+    supervised training with the section dpo reads it."""
     messages: str | None = None
     """Column of a whole conversation to imitate, a list of messages or its JSON, in place of prompt and response; only
     supervised training reads it."""

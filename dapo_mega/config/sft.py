@@ -26,6 +26,17 @@ class HeldOutConfig(Section):
     only the last one of these stays so."""
 
 
+class DpoConfig(Section):
+    """Direct preference optimisation: learn to prefer the response of data.*.columns.response to that of
+    columns.rejected ([Rafailov et al.](https://arxiv.org/abs/2305.18290), eq. 7). The reference is the model that
+    training starts from; with lora it is the model without adapters."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the pull to the reference. Lower lets the policy go farther from it."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs that are taken to be the wrong way round."""
+
+
 class SftConfig(TrainingConfig):
     """Supervised fine-tuning (R1's cold start) with the same policy code."""
 
@@ -39,6 +50,9 @@ class SftConfig(TrainingConfig):
     tokens_per_microbatch: int = Field(default=8192, ge=1, json_schema_extra=FREE)
     """Tokens of a micro-batch at most; at least data.max_tokens. Lower it when out of memory, raise it for speed."""
     data: SftDataConfig
+    dpo: DpoConfig | None = None
+    """Learn from pairs of a better and a worse response in place of demonstrations; batch_samples are pairs then. null:
+    imitate."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
     evaluation: HeldOutConfig = Field(default=HeldOutConfig(), json_schema_extra=FREE)
 
@@ -47,6 +61,7 @@ class SftConfig(TrainingConfig):
         check_precision(self.model, self.compute)
         if not (self.num_steps or self.epochs):
             raise ValueError("num_steps and epochs are both missing; add one of them")
+        self._check_pairs()
         evaluation = self.evaluation
         if evaluation.every and not self.data.evaluation:
             raise ValueError("evaluation.every is set, but data.evaluation names no dataset; add it")
@@ -58,6 +73,21 @@ class SftConfig(TrainingConfig):
                 f"{self.data.max_tokens}; set it to at least that"
             )
         return self
+
+    def _check_pairs(self) -> None:
+        for key, dataset in self.data.by_key.items():
+            if self.dpo and (dataset.columns.rejected is None or dataset.columns.messages is not None):
+                raise ValueError(
+                    f"dpo compares {key}.columns.response with columns.rejected; name both, and no messages"
+                )
+            if not self.dpo and dataset.columns.rejected is not None:
+                raise ValueError(
+                    f"{key}.columns.rejected is for the section dpo; add that, as dpo: {{}}, or leave it out"
+                )
+        if self.dpo and self.data.long_rows != "refuse":
+            raise ValueError(
+                f"data.long_rows={self.data.long_rows} would leave pairs with one response; with dpo remove long rows"
+            )
 
     def with_steps(self, num_demonstrations: int) -> Self:
         """The same with the number of updates that `epochs` make of so many demonstrations, if that is given."""

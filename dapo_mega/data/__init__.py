@@ -6,12 +6,14 @@ Nothing here generates or scores.
 from dapo_mega.data.cursor import PromptCursor
 from dapo_mega.data.prompts import (
     Demonstration,
+    Pair,
     PromptDataset,
     TrainingPrompts,
     check_dataset,
     first_record,
     load_demonstrations,
     load_evaluation_prompts,
+    load_pairs,
     load_prompts,
     load_training_prompts,
 )

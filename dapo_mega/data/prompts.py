@@ -97,6 +97,18 @@ class Demonstrations:
     num_cut: int
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two responses to one prompt, of which the `chosen` one is better; both begin and end as a `Demonstration`."""
+
+    chosen: Demonstration
+    rejected: Demonstration
+    dataset: str = ""
+
+    def __len__(self) -> int:
+        return len(self.chosen) + len(self.rejected)
+
+
 @dataclass(frozen=True, eq=False)
 class RenderedRow:
     """A row as the policy gets it: `text` and `token_ids` [P]; for a demonstration all `sequences` that are made of it,
@@ -244,6 +256,34 @@ def load_demonstrations(
     if not kept:
         raise InputError(f"all rows of {config.path} are longer than {max_tokens} tokens; raise data.max_tokens")
     return Demonstrations(tuple(kept), num_rows, num_dropped, num_cut)
+
+
+def load_pairs(
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int, loss_on: LossOn, key: str
+) -> tuple[Pair, ...]:
+    """Every row as a pair of `columns.response` and `columns.rejected`; `key` is the dataset's in the configuration.
+    Raises `InputError` for rows that are no pair, and as `load_demonstrations` does."""
+    assert config.columns.rejected
+    other = config.columns.model_copy(update={"response": config.columns.rejected})
+    try:
+        of_rejected = config.model_copy(update={"columns": other})
+        chosen, rejected = (
+            load_demonstrations(each, tokenizer, max_tokens, loss_on=loss_on) for each in (config, of_rejected)
+        )
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from error
+    if not len(chosen.sequences) == len(rejected.sequences) == chosen.num_rows:
+        raise InputError(
+            f"{key}: the chat template makes several sequences of a conversation, which cannot be compared as one; set "
+            f"data.loss_on=last, or give rows whose responses are text"
+        )
+    pairs = tuple(map(Pair, chosen.sequences, rejected.sequences))
+    for number, pair in enumerate(pairs):
+        if np.array_equal(pair.chosen.response_token_ids, pair.rejected.response_token_ids):
+            raise InputError(
+                f"{key}: row {number} of {config.path} has the same response as chosen and rejected; remove the row"
+            )
+    return pairs
 
 
 def _demonstration_rows(config: DatasetConfig) -> Iterator[Row]:

@@ -182,14 +182,19 @@ class PolicyGradient:
 
 @dataclass(frozen=True)
 class SupervisedLoss:
-    """Negative log-likelihood of demonstrated response tokens, mean over the tokens of the batch."""
+    """Negative log-likelihood of demonstrated response tokens, mean over the tokens of the batch; each times its
+    advantage if `is_weighted`."""
 
+    is_weighted: bool = False
     needs: frozenset[LossNeed] = frozenset()
     sum_names: tuple[str, ...] = ("loss", "denominator")
 
     def evaluate(self, outputs: TokenScores, batch: TokenBatch) -> LossTerm:
         micro, logprobs = batch.micro_batch, outputs.logprobs
-        total = -(logprobs * micro.of_responses(micro.token_weights).to(logprobs.device)).sum()
+        weights = micro.of_responses(micro.token_weights)
+        if self.is_weighted:
+            weights = weights * micro.advantages
+        total = -(logprobs * weights.to(logprobs.device)).sum()
         denominator = torch.tensor(float(micro.denominator), device=total.device)
         return LossTerm(total, _denominator(micro, total), {"loss": total.detach(), "denominator": denominator})
 

@@ -6,33 +6,28 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from dapo_mega.batching.samples import flatten, single_turn
-from dapo_mega.batching.step import PlannedSamples, StepBatch, plan_samples
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.checkpoints.store import HELD_OUT, CheckpointStore, LoopState
 from dapo_mega.cli import is_rank_zero, print_once
-from dapo_mega.config import PromptSamplingConfig, SftConfig
-from dapo_mega.data import Demonstration, load_demonstrations, load_tokenizer
+from dapo_mega.config import PromptSamplingConfig, SftConfig, SftDataConfig
+from dapo_mega.data import Demonstration, Pair, load_demonstrations, load_pairs, load_tokenizer
 from dapo_mega.data.preview import preview_run
 from dapo_mega.data.prompts import Demonstrations
 from dapo_mega.data.sampler import PromptSampler
-from dapo_mega.distributed.commands import Own, command
 from dapo_mega.distributed.processes import world_size_from_environment
 from dapo_mega.errors import InputError, StopRequested, at_step
-from dapo_mega.megatron.megatron_policy import MegatronPolicy
-from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.metrics import ProgressDisplay
 from dapo_mega.planning.plan import describe_fine_tuning
+from dapo_mega.training.fine_tuner import FineTuner, Imitator
 from dapo_mega.training.lifecycle import (
     Saving,
     begin_training,
@@ -43,17 +38,17 @@ from dapo_mega.training.lifecycle import (
     require_trackers,
     watched,
 )
-from dapo_mega.training.model_trainer import Facts, ModelTrainer
+from dapo_mega.training.preferences import PreferenceTuner
 from dapo_mega.training.process_watch import ProcessWatch
 from dapo_mega.training.resume import refuse_changes
 from dapo_mega.training.run_records import dataset_cards, open_writer, write_run_record
 from dapo_mega.training.run_status import RunStatus
 from dapo_mega.types import Prompt
 
-_COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-_NEARLY_GREEDY = 1e-6
-"""A temperature at which the likeliest token has a probability of 1, and any other one of 0."""
+_COLUMNS = (("loss", "policy/loss", ".4f"), ("tokens/s", "policy/tokens_per_s", ".0f"))
 
 
 def run_sft(config: SftConfig, *, accept_changes: bool = False) -> None:
@@ -95,13 +90,16 @@ def _is_finished(config: SftConfig) -> bool:
     return False
 
 
+Row = Demonstration | Pair
+
+
 @dataclass(frozen=True)
 class _Data:
-    """The sequences to train on, those of a dataset next to each other, and those held out; metrics of what was left
-    out of the first."""
+    """The sequences, or pairs, to train on, those of a dataset next to each other, and those held out; metrics of what
+    was left out of the first."""
 
-    training: Sequence[Demonstration]
-    held_out: Sequence[Demonstration]
+    training: Sequence[Row]
+    held_out: Sequence[Row]
     metrics: Mapping[str, float]
 
 
@@ -109,6 +107,8 @@ def _load(config: SftConfig) -> _Data:
     """Raises InputError as `load_demonstrations` does."""
     require_model(config)
     data, tokenizer = config.data, load_tokenizer(config.model.path)
+    if config.dpo:
+        return _load_pairs(data, tokenizer)
     loaded: dict[str, Demonstrations] = {}
     names = {data.key_of(name): name for name in data.training}
     for key, dataset in data.by_key.items():
@@ -136,6 +136,14 @@ def _load(config: SftConfig) -> _Data:
     )
 
 
+def _load_pairs(data: SftDataConfig, tokenizer: PreTrainedTokenizerBase) -> _Data:
+    loaded = {
+        key: load_pairs(dataset, tokenizer, data.max_tokens, data.loss_on, key) for key, dataset in data.by_key.items()
+    }
+    training = [replace(pair, dataset=name) for name in data.training for pair in loaded[data.key_of(name)]]
+    return _Data(training, loaded.get("data.evaluation", ()), {})
+
+
 def _run(given: SftConfig, data: _Data, status: RunStatus, watch: ProcessWatch) -> None:
     config = given.with_steps(len(data.training))
     folder = Path(config.output_dir)
@@ -146,7 +154,8 @@ def _run(given: SftConfig, data: _Data, status: RunStatus, watch: ProcessWatch) 
     print_once(preview)
     processes = start_processes(config.parallel, config.seed)
     watch.follow_peers(group_is_up=True)
-    trainer = FineTuner(config, processes, partial(begin_training, status, watch))
+    kind: type[FineTuner[Any]] = PreferenceTuner if config.dpo else Imitator
+    trainer = kind(config, processes, partial(begin_training, status, watch))
     tuning = _Tuning(config, trainer, data, preview, watch)
     if processes.rank:
         status.completed_step = lambda: trainer.step
@@ -170,75 +179,6 @@ def _run(given: SftConfig, data: _Data, status: RunStatus, watch: ProcessWatch) 
         f"finished {tuning.step or config.num_steps} steps, loss {first:.4f} -> {last:.4f}{model}; "
         f"metrics for TensorBoard: {folder / 'tensorboard'}"
     )
-
-
-class FineTuner(ModelTrainer[SftConfig]):
-    def build(self) -> None:
-        """Load the model. Raises InputError for one that cannot be trained here."""
-        self.facts = self._build()
-
-    @command
-    def _build(self) -> Facts:
-        config = self._config
-        self.policy = MegatronPolicy(
-            config.model,
-            config.parallel,
-            config.optimizer,
-            self.processes,
-            temperature=1.0,
-            updates_per_step=1,
-            num_steps=config.num_steps,
-            compute=config.compute,
-            lora=config.lora,
-            seed=config.seed,
-        )
-        return self._facts()
-
-    def fine_tune(self, demonstrations: Sequence[Demonstration], step: int) -> dict[str, float]:
-        """The update of this step on the demonstrations; its metrics."""
-        return self._fine_tune(Own(self._planned(demonstrations)), step)
-
-    @command
-    def _fine_tune(self, samples: Own[PlannedSamples], step: int) -> dict[str, float]:
-        batch = self._received(samples)
-        metrics = self.policy.update([TokenBatch(micro) for micro in batch.mini_batches[0]], SupervisedLoss())
-        self.step = step
-        return metrics
-
-    def evaluate(self, demonstrations: Sequence[Demonstration]) -> dict[str, float]:
-        """Loss in nats per token, perplexity, and the share of tokens that are the likeliest ones."""
-        sums = np.zeros(3)
-        size = self._config.batch_samples
-        for start in range(0, len(demonstrations), size):
-            sums += self._sums(Own(self._planned(demonstrations[start : start + size])))
-        num_tokens, loss, num_right = sums.tolist()
-        return {
-            "evaluation/loss": loss / num_tokens,
-            "evaluation/perplexity": math.exp(min(loss / num_tokens, 700)),
-            "evaluation/token_accuracy": num_right / num_tokens,
-        }
-
-    @command
-    def _sums(self, samples: Own[PlannedSamples]) -> list[float]:
-        """The number of tokens, their negative log-probs, and the number of those that are the likeliest."""
-        batch = self._received(samples).mini_batches[0]
-        sums = torch.zeros(3, dtype=torch.float64)
-        scored, greedy = self.policy.score(batch), self.policy.score(batch, temperature=_NEARLY_GREEDY)
-        if self.processes.counts_outputs:
-            for score, sure in zip(scored, greedy, strict=True):
-                nll, is_likeliest = -score.logprobs.double().sum(), sure.logprobs > math.log(0.5)
-                sums += torch.stack([torch.tensor(len(score.logprobs)), nll.cpu(), is_likeliest.sum().cpu()])
-        dist.all_reduce(sums, group=self.processes.control)
-        return list(sums.tolist())
-
-    def _planned(self, demonstrations: Sequence[Demonstration]) -> PlannedSamples:
-        samples = [single_turn(d.prompt_token_ids, d.response_token_ids, sampled=d.in_loss) for d in demonstrations]
-        budget = self._config.tokens_per_microbatch
-        return plan_samples(flatten(samples), self.facts.packing_layout, token_budget=budget)
-
-    def _received(self, samples: Own[PlannedSamples]) -> StepBatch:
-        longest = self._config.data.max_tokens
-        return self.policy.receive(samples.value, aggregation="token_mean", max_response_tokens=longest)
 
 
 @dataclass
@@ -266,7 +206,7 @@ class _Tuning:
     of this start; NaN without a step."""
 
     config: SftConfig
-    trainer: FineTuner
+    trainer: FineTuner[Any]
     data: _Data
     preview: str
     watch: ProcessWatch
@@ -338,11 +278,8 @@ class _Tuning:
         loss = metrics["evaluation/loss"]
         self._best.add(loss, self.step)
         self._keep_best()
-        progress.message(
-            f"held-out evaluation after step {self.step}: loss={loss:.4f}  "
-            f"perplexity={metrics['evaluation/perplexity']:.4g}  "
-            f"token_accuracy={metrics['evaluation/token_accuracy']:.4f}"
-        )
+        said = "  ".join(f"{name.removeprefix('evaluation/')}={value:.4g}" for name, value in metrics.items())
+        progress.message(f"held-out evaluation after step {self.step}: {said}")
         return metrics
 
     def _keep_best(self) -> None:
@@ -366,12 +303,13 @@ class _Tuning:
         return LoopState(self.step, values, arrays)
 
 
-def _fingerprint(demonstrations: Sequence[Demonstration]) -> str:
+def _fingerprint(rows: Sequence[Row]) -> str:
     """A hash of all demonstrations in order; a resumed run must have the same."""
     digest = hashlib.sha256()
-    for demonstration in demonstrations:
-        for tokens in (demonstration.prompt_token_ids, demonstration.response_token_ids):
-            digest.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
-        if not demonstration.in_loss.all():
-            digest.update(demonstration.in_loss.tobytes())
+    for row in rows:
+        for demonstration in (row.chosen, row.rejected) if isinstance(row, Pair) else (row,):
+            for tokens in (demonstration.prompt_token_ids, demonstration.response_token_ids):
+                digest.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
+            if not demonstration.in_loss.all():
+                digest.update(demonstration.in_loss.tobytes())
     return digest.hexdigest()
