@@ -139,7 +139,10 @@ def turn_without_stop(dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase
     if token in stops:
         return None
     named = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in stops)
-    known = f"at which no response stops, but at {named}; demonstrations end with {tokenizer.eos_token}"
+    known = (
+        f"at which no response stops, but at {named}; texts of responses are learnt with {tokenizer.eos_token} behind "
+        f"them, conversations with what the template writes"
+    )
     if token is not None:
         written = f"{tokenizer.convert_ids_to_tokens(token)} ({token})"
         return (

@@ -373,7 +373,8 @@ def first_rows(
         _, _, text = _prompt(row, config, tokenizer, render)
         (token_ids,) = _encode([row], [text], tokenizer, not config.chat_template)
         _check_known(row, tokenizer, token_ids)
-        rows.append(RenderedRow(row.where, _untemplated(row, config), text.replace(CUT, ""), _ids(token_ids)))
+        before = "\n".join(turn["content"] for turn in as_messages(row.value(config.columns.prompt, "columns.prompt")))
+        rows.append(RenderedRow(row.where, before, text.replace(CUT, ""), _ids(token_ids)))
     return rows
 
 
@@ -391,10 +392,11 @@ def first_demonstrations(
 
 
 def _untemplated(row: Row, config: DatasetConfig) -> str:
+    """What the turns of the row's prompt say, if it has one."""
     if config.columns.messages is not None:
         return ""
-    value = row.value(config.columns.prompt, "columns.prompt")
-    return "\n".join(turn["content"] for turn in as_messages(value))
+    turns = read_conversation(as_turns(row.value(config.columns.prompt, "columns.prompt")))
+    return "\n".join(turn["content"] for turn in turns)
 
 
 def _read_questions(

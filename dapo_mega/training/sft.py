@@ -220,6 +220,7 @@ class _Tuning:
         self._sampler = PromptSampler(prompts, PromptSamplingConfig(), self.config.seed, self.config.data.weights)
         self._best = _Best(_fingerprint(self.data.held_out))
         self._saving = Saving(self.config, self.trainer, self._state)
+        self._keep_best()
 
     def resume(self) -> None:
         """Load the newest intact checkpoint, if there is one. Raises InputError if the demonstrations have changed."""

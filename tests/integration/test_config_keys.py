@@ -43,6 +43,7 @@ OF_TRACKERS = dict.fromkeys(
      "tracking.trackio_space", "tracking.close_limit_s"),
     "with tracking.backends",
 )  # fmt: skip
+COLUMNS_OF_FINE_TUNING = ("response", "messages", "tools")
 NOT_READ_BY_A_RUN = {
     **OF_OTHER_LAYOUTS,
     **OF_TRACKERS,
@@ -51,7 +52,7 @@ NOT_READ_BY_A_RUN = {
     **{
         f"data.{dataset}.columns.{column}": "by supervised fine-tuning"
         for dataset in ("train", "evaluation")
-        for column in ("response", "messages", "tools")
+        for column in COLUMNS_OF_FINE_TUNING
     },
     "evaluation.engines": "with evaluation.beside_training",
     "evaluation.limit_s": "with evaluation.beside_training",
@@ -160,6 +161,16 @@ ELSEWHERE = {
     "weight_sync.full_every": "integration/test_fleet.py::"
     "test_engines_that_got_only_changes_hold_the_whole_new_weights",
 }
+FINE_TUNING = "integration/test_fine_tuning.py::{}"
+ELSEWHERE |= dict.fromkeys(
+    (
+        *("epochs", "evaluation.keep_best", "data.loss_on", "data.long_rows"),
+        *(f"data.{dataset}.columns.{key}" for dataset in ("evaluation", "mixture") for key in COLUMNS_OF_FINE_TUNING),
+        *(f"data.train.columns.{key}" for key in ("messages", "tools")),
+    ),
+    FINE_TUNING.format("test_each_changed_key_takes_effect_at_a_resume_or_is_refused"),
+)
+ELSEWHERE["evaluation.stop_after"] = FINE_TUNING.format("test_evaluations_end_a_run_and_the_best_checkpoint_stays")
 CHANGED = {
     *ELSEWHERE,
     *(key for changes in CHANGES.values() for key in changes),
@@ -172,8 +183,6 @@ CHANGED = {
 }
 # Keys that have no effect on a run that resumes -> what reads them.
 NOT_CHANGED = {
-    "data.evaluation.columns.response": "nothing: evaluations imitate nothing",
-    "data.mixture.columns.response": "nothing: fine-tuning has no mixture",
     "lora.path": "a run that begins: later its adapters are in its checkpoints",
     "model.architecture": "a dry run where the model is not",
     "algorithm.policy_loss.depends_on_split": "the trial of the loss before a run begins",

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ import yaml
 
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.config import SftConfig, load_config
+from dapo_mega.config.base import may_change_at_resume
 from dapo_mega.data import load_demonstrations, load_tokenizer
+from dapo_mega.errors import InputError
+from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
 from dapo_mega.training.sft import run_sft
 
@@ -29,9 +33,15 @@ def conversation(i):
     return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
 
 
+def row_of(said):
+    """As a conversation, its begin, prompt and completion, prompt and another response, and with a tool."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    return {"messages": said, "begin": said[:2], "prompt": said[:1], "response": said[1:], "other": "1", "tools": tools}
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """The configuration file of fine-tuning on ten conversations, of which evaluations see six and two others."""
+    """The configuration file of fine-tuning on ten conversations, of which evaluations see six, and two others."""
     folder = tmp_path_factory.mktemp("conversations")
     prepare(folder)
     tokenizer = load_tokenizer(str(folder / "model"))
@@ -40,11 +50,11 @@ def config(tmp_path_factory):
     tokenizer.split_special_tokens = False
     tokenizer.save_pretrained(folder / "model")
     for name, rows in {"a": range(3), "b": range(3, 10), "held_out": range(4, 12)}.items():
-        text = "".join(json.dumps({"messages": conversation(i)}) + "\n" for i in rows)
+        text = "".join(json.dumps(row_of(conversation(i))) + "\n" for i in rows)
         (folder / f"{name}.jsonl").write_text(text)
 
     def dataset(name):
-        columns = {"messages": "messages"}
+        columns = {"messages": "messages"} if name == "b" else {}
         return {"path": str(folder / f"{name}.jsonl"), "template": "as_is", "chat_template": True, "columns": columns}
 
     mixture = {"a": {**dataset("a"), "weight": 1}, "b": {**dataset("b"), "weight": 3}}
@@ -144,3 +154,54 @@ def test_evaluations_end_a_run_and_the_best_checkpoint_stays(config, tmp_path, c
     more = run(config, tmp_path, *overrides)
     assert more[: len(records)] == records
     assert more[-1]["step"] >= last + 2
+
+
+REFUSED = {
+    "data.loss_on": ("last", "made with other demonstrations"),
+    "data.max_tokens": (9, "over the limit of 9"),
+    "data.mixture.b.columns.messages": ("begin", "made with other demonstrations"),
+    "data.mixture.a.columns.response": ("other", "made with other demonstrations"),
+    "data.mixture.b.columns.tools": ("tools", "data.mixture.b: .*does not show tools"),
+    "data.evaluation.columns.tools": ("tools", "data.evaluation: .*does not show tools"),
+}
+CHANGES = {
+    "epochs": 3,
+    "evaluation.every": 1,
+    "evaluation.keep_best": True,
+    "data.evaluation.columns.response": "other",
+    "data.evaluation.columns.messages": "begin",
+}
+
+
+def test_each_changed_key_takes_effect_at_a_resume_or_is_refused(config, tmp_path, capsys):
+    begun, one = tmp_path / "begun", ["num_steps=0", "epochs=0.5", "evaluation.at_start=false"]
+    run(config, begun, *one, "evaluation.every=1")
+    for key, (value, message) in REFUSED.items():
+        overrides = [*one, "num_steps=3", "epochs=1.5", f"{key}={value}"]
+        with pytest.raises(InputError, match=message):
+            run_sft(load_config(SftConfig, config, [f"output_dir={begun}", *overrides]), accept_changes=True)
+        stop_processes()
+        assert not may_change_at_resume(SftConfig, key)
+    cut = [f"output_dir={begun}", *one, "epochs=1.5", "data.max_tokens=9", "data.long_rows=cut"]
+    with pytest.raises(InputError, match="made with other demonstrations"):
+        run_sft(load_config(SftConfig, config, cut), accept_changes=True)
+    stop_processes()
+    assert "are cut" in capsys.readouterr().out
+    found = {}
+    for name in ("", "evaluation.keep_best", "data.evaluation.columns.response", "data.evaluation.columns.messages"):
+        output = tmp_path / f"changed_{name}"
+        shutil.copytree(begun, output)
+        changed = [f"{name}={CHANGES[name]}"] if name else []
+        overrides = [f"output_dir={output}", *one, "epochs=3", "evaluation.every=1", "checkpoint.every=0", *changed]
+        overrides.append("optimizer.learning_rate=3")
+        run_sft(load_config(SftConfig, config, overrides), accept_changes=True)
+        losses = {record["step"]: record["evaluation/loss"] for record in read_metrics(output / "metrics.jsonl")}
+        assert list(losses) == [1, 2, 3, 4, 5, 6], "3 x 10 demonstrations in batches of 5"
+        found[name] = losses, sorted(step_of(path) for path in (output / "checkpoints").glob("step_*"))
+    losses, kept = found[""]
+    best = min(losses, key=lambda step: losses[step])
+    assert best < 6
+    assert (kept, found["evaluation.keep_best"][1]) == ([6], sorted({best, 6}))
+    for name in ("data.evaluation.columns.response", "data.evaluation.columns.messages"):
+        assert found[name][0][1] == losses[1]
+        assert found[name][0][2] != losses[2], name
