@@ -324,15 +324,16 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         """Ask the teachers that are here, and keep the policy's distances from all for `_set_targets`."""
         of_models = {number: teacher.score(everything) for number, teacher in self.teachers.items()}
         distances: list[Tensor] = []
-        means: list[list[Tensor]] = [[], []]
+        taught: list[tuple[Tensor, Tensor]] = []
         for i, micro in enumerate(everything if self.processes.is_last_stage else ()):
             found, has_teacher = micro.teacher_logprobs({number: of[i].logprobs for number, of in of_models.items()})
             distances.append((own[i].logprobs.float().cpu() - found) * has_teacher)
-            means[0].append(distances[-1][has_teacher])
-            means[1].append(found[has_teacher])
+            taught.append((distances[-1][has_teacher], found[has_teacher]))
         self._scored.distances = distances
-        names = ("policy/kl_to_teacher", "policy/teacher_logprob")
-        return {name: self._mean(values) for name, values in zip(names, means, strict=True)}
+        return {
+            "policy/kl_to_teacher": self._mean([distance for distance, _ in taught]),
+            "policy/teacher_logprob": self._mean([logprobs for _, logprobs in taught]),
+        }
 
     @command
     def set_advantages(self, advantages: Floats) -> None:

@@ -112,7 +112,7 @@ def test_a_teacher_that_dies_in_a_step_is_told_and_nothing_is_lost(task, tmp_pat
     file, _ = task
     teacher = Teacher(load_tokenizer(str(file.parent / "model")))
     with serving(teacher.answer) as url:
-        values = [f"distillation.teachers.default.urls=[{url}]", *NO_EVALUATION, "num_steps=3", "checkpoint.every=1"]
+        values = [f"distillation.teachers.default.urls=[{url}]", *NO_EVALUATION, "num_steps=3", "checkpoint.every=0"]
         whole, died = (load_config(RunConfig, file, [*values, f"output_dir={tmp_path / n}"]) for n in ("whole", "died"))
         teacher.failures = 2  # Tried again.
         run_training(whole)

@@ -104,6 +104,23 @@ def test_separate_engines_take_only_buckets_of_the_trainers_memory(tool, capsys)
     assert number(r"([\d.]+) +[\d.]+$", here[here.index(columns) + 1]) == round(2 * 152064 * 5120 * 2 / GIB, 2)
 
 
+def test_a_teacher_in_a_folder_takes_what_a_reference_takes_and_one_on_a_server_nothing(tool, capsys):
+    def planned(override):
+        text = lines(tool, capsys, override)
+        at = next(i for i, line in enumerate(text) if "parameters   gradients" in line)
+        step = next(line for line in text if "step time without generation" in line)
+        return [line.split()[1:] for line in text[at + 1 : at + 5]], step
+
+    reference = planned("algorithm.kl.coefficient=0.1")
+    teacher = planned("distillation={teachers: {default: {path: absent}}, reward_weight: 1}")
+    assert teacher == reference
+    plain, served = (
+        planned("seed=0"),
+        planned("distillation={teachers: {default: {urls: [http://h:1]}}, reward_weight: 1}"),
+    )
+    assert served == plain != teacher
+
+
 def test_an_embedded_engine_that_does_not_fit_is_named_with_advice(tool, capsys):
     text = lines(tool, capsys, *EMBEDDED)
     verdict = next(line for line in text if "FIT" in line)

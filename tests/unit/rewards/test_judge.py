@@ -203,7 +203,7 @@ REFUSED = [
     ({"kind": "judge", "model": "m"}, "urls is missing"),
     ({"kind": "judge", "model": "m", "urls": ["http://me:hidden@h/"]}, "name or password before the host"),
     ({"kind": "judge", "model": "m", "urls": ["http://h/?api_key=hidden"]}, "secret among its parameters"),
-    ({"kind": "judge", "model": "m", "urls": []}, "at least one URL"),
+    ({"kind": "judge", "model": "m", "urls": []}, "urls=[]: tuple should have at least 1 item"),
     ({"kind": "judge", "model": "m", "urls": ["http://h"], "api_key": "hidden"}, "did you mean"),
     ({"kind": "judge", "model": "m", "urls": ["http://h"], "api_key_env": "sk-hidden"}, "never the key itself"),
     ({"kind": "judge", "model": "m", "urls": ["http://h"], "score_range": [5, 5]}, "[lowest, highest]"),
