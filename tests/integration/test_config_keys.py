@@ -43,7 +43,7 @@ OF_TRACKERS = dict.fromkeys(
      "tracking.trackio_space", "tracking.close_limit_s"),
     "with tracking.backends",
 )  # fmt: skip
-COLUMNS_OF_FINE_TUNING = ("response", "messages", "tools")
+COLUMNS_OF_FINE_TUNING = ("response", "messages", "tools")  # And `rejected`, with the section dpo.
 NOT_READ_BY_A_RUN = {
     **OF_OTHER_LAYOUTS,
     **OF_TRACKERS,
@@ -52,7 +52,7 @@ NOT_READ_BY_A_RUN = {
     **{
         f"data.{dataset}.columns.{column}": "by supervised fine-tuning"
         for dataset in ("train", "evaluation")
-        for column in COLUMNS_OF_FINE_TUNING
+        for column in (*COLUMNS_OF_FINE_TUNING, "rejected")
     },
     "evaluation.engines": "with evaluation.beside_training",
     "evaluation.limit_s": "with evaluation.beside_training",
@@ -78,6 +78,7 @@ NOT_READ_BY_FINE_TUNING = {
     "data.train.columns.difficulty": "by a run: demonstrations are shuffled",
     "data.train.columns.extra": "by a run: demonstrations have no reward",
     "data.train.columns.ground_truth": "by a run: demonstrations are imitated, not judged",
+    "data.train.columns.rejected": "with the section dpo",
     "data.train.deduplicate": "by a run: a prompt may have several demonstrations",
     "data.train.ground_truth_style": "by a run: demonstrations are imitated, not judged",
     "data.train.several_answers": "by a run: demonstrations are imitated, not judged",
@@ -171,6 +172,13 @@ ELSEWHERE |= dict.fromkeys(
     FINE_TUNING.format("test_each_changed_key_takes_effect_at_a_resume_or_is_refused"),
 )
 ELSEWHERE["evaluation.stop_after"] = FINE_TUNING.format("test_evaluations_end_a_run_and_the_best_checkpoint_stays")
+ELSEWHERE |= dict.fromkeys(
+    (
+        *(f"data.{dataset}.columns.rejected" for dataset in ("train", "mixture", "evaluation")),
+        *("dpo.beta", "dpo.label_smoothing"),
+    ),
+    "integration/test_preferences.py::test_each_changed_key_takes_effect_at_a_resume_or_is_refused",
+)
 CHANGED = {
     *ELSEWHERE,
     *(key for changes in CHANGES.values() for key in changes),

@@ -1,6 +1,7 @@
 """Direct preference optimisation: its loss and gradient are the paper's, in every layout, and it resumes exactly."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from dapo_mega.config import SftConfig
 from dapo_mega.data import load_pairs, load_tokenizer
 from dapo_mega.data.tokenizer import end_of_turn
 from dapo_mega.errors import InputError
+from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
 from dapo_mega.training.sft import run_sft
 
@@ -29,10 +31,9 @@ PAIRS = [(f"{i} + {i % 7} =", str(i + i % 7) + "," * (i % 3), ";" * (1 + i % 4) 
 def values(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences")
     prepare(folder)
-    pq.write_table(
-        pa.table(dict(zip(("prompt", "response", "worse"), zip(*PAIRS, strict=True), strict=True))),
-        folder / "p.parquet",
-    )
+    prompts, chosen, rejected = zip(*PAIRS, strict=True)
+    columns = {"prompt": prompts, "response": chosen, "worse": rejected, "worst": [f"{text};;" for text in rejected]}
+    pq.write_table(pa.table({name: list(texts) for name, texts in columns.items()}), folder / "p.parquet")
     dataset = {"path": str(folder / "p.parquet"), "template": "as_is", "columns": {"rejected": "worse"}}
     return {
         "output_dir": str(folder / "run"),
@@ -121,6 +122,30 @@ def test_a_resumed_run_goes_on_exactly_and_prefers_held_out_pairs_more(values, r
     assert whole[0]["evaluation/loss"] == pytest.approx(0.6931472, rel=1e-6)
     assert whole[3]["evaluation/loss"] < 0.65
     assert whole[3]["evaluation/preference_accuracy"] > 0.6
+
+
+def test_each_changed_key_takes_effect_at_a_resume_or_is_refused(values):
+    """beta and label_smoothing of a resumed run, and the column `rejected` of its held-out pairs."""
+    first = tuned(values, "before", num_steps=2)
+    third = records(tuned(values, "before"))[3]
+
+    def resumed(**changes):
+        folder = f"{values['output_dir']} after"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(first, folder, ignore=shutil.ignore_patterns("step_00000003", "hf"))
+        (Path(folder) / "last_checkpoint").unlink()
+        return records(tuned(values, "after", **changes))[3]
+
+    assert resumed()["policy/loss"] == third["policy/loss"]
+    for changed in ({"beta": 0.2}, {"label_smoothing": 0.3}):
+        assert resumed(dpo={**values["dpo"], **changed})["policy/loss"] != third["policy/loss"], changed
+    worst = {**values["data"]["train"], "columns": {"rejected": "worst"}}
+    other = resumed(data={**values["data"], "evaluation": worst})
+    assert other["policy/loss"] == third["policy/loss"]
+    assert other["evaluation/loss"] != third["evaluation/loss"]
+    with pytest.raises(InputError, match="made with other demonstrations"):
+        resumed(data={**values["data"], "train": worst})
+    stop_processes()
 
 
 @pytest.mark.parametrize(
