@@ -14,7 +14,7 @@ case "$sequence" in
     r1 | long_to_short | base_rl_distilled) shift ;;
     *) echo "error: unknown sequence '$sequence'; $usage" >&2; exit 2 ;;
 esac
-seed=0 output= pretraining=600 cold=60 rl=40 prompts=1000 own=300 k=64
+seed=0 output= pretraining=1200 cold=20 rl=20 prompts=1000 own=300 k=64
 while [ $# -gt 0 ]; do
     case "$1" in
         --seed) seed=$2; shift 2 ;;
@@ -33,26 +33,26 @@ source tools/install.sh
 export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 [ -n "${GLOO_SOCKET_IFNAME:-}" ] || [ ! -e /sys/class/net/lo ] || export GLOO_SOCKET_IFNAME=lo
 mega() { "$PYTHON" -W ignore -m dapo_mega "$@"; }
-file=configs/recipes/sequences/rl.yaml
+recipe=configs/recipes/sequences
 data=(data.train.path="$output/data/train.parquet" data.evaluation.path="$output/data/eval.parquet")
 
 evaluated=()
 accuracy() {  # STAGE [K]: asks the held-out problems.
-    evaluated+=("$output/evaluations/$1")
-    [ -e "$output/evaluations/$1.json" ] || mega evaluate --config $file seed="$seed" "${data[@]}" \
+    evaluated+=("$output/evaluations/$1.json")
+    [ -e "$output/evaluations/$1.json" ] || mega evaluate --config $recipe/rl.yaml seed="$seed" "${data[@]}" \
         model.path="$output/$1/hf" evaluation.samples_per_prompt="${2:-4}" --samples "$output/evaluations/$1" \
         --output "$output/evaluations/$1.json" > /dev/null
 }
-sft() {  # STAGE MODEL DATA STEPS LEARNING_RATE
+sft() {  # STAGE MODEL DATA STEPS LEARNING_RATE [SECTION.KEY=VALUE ...]
     mega sft --processes 2 --config configs/quickstart_sft.yaml seed="$seed" output_dir="$output/$1" model.path="$2" \
-        data.train.path="$3" num_steps="$4" optimizer.learning_rate="$5" optimizer.warmup_steps=5
+        data.train.path="$3" num_steps="$4" optimizer.learning_rate="$5" optimizer.warmup_steps=5 "${@:6}"
 }
 rl() {  # STAGE MODEL [SECTION.KEY=VALUE ...]
-    mega train --processes 2 --config $file seed="$seed" "${data[@]}" output_dir="$output/$1" model.path="$2" \
+    mega train --processes 2 --config $recipe/rl.yaml seed="$seed" "${data[@]}" output_dir="$output/$1" model.path="$2" \
         num_steps="$rl" "${@:3}"
 }
 own_answers() {  # STAGE FOLDER [OPTION ...]: what a stage's model says to the training problems, and is right.
-    mega rejection-sample "$output/prepared" --output "$2" --config $file --model "$output/$1/hf" --seed "$seed" \
+    mega rejection-sample "$output/prepared" --output "$2" --config $recipe/rl.yaml --model "$output/$1/hf" --seed "$seed" \
         --set "${data[@]}" --samples 4 --force "${@:3}"
 }
 demonstrations() {  # FOLDER [OPTION ...]
@@ -90,12 +90,12 @@ r1() {
 }
 
 long_to_short() {
-    demonstrations long --num-demonstrations 6000 --careful 0 --verbose 1 --careless 0
-    echo "a model of long thoughts, which does all sums twice, and one of short ones (a minute)"
-    sft long "$output/base/hf" "$output/long/demonstrations.parquet" "$own" 1e-3
+    demonstrations long_answers --num-demonstrations 6000 --careful 0.3 --verbose 0.7 --careless 0
+    echo "a model of long thoughts, which mostly does all sums twice, and one of short ones (a minute)"
+    sft long "$output/base/hf" "$output/long_answers/demonstrations.parquet" "$own" 1e-3
     accuracy long
-    demonstrations short --num-demonstrations 6000 --careful 1 --verbose 0 --careless 0
-    sft short "$output/base/hf" "$output/short/demonstrations.parquet" "$cold" 2e-4
+    demonstrations short_answers --num-demonstrations 6000 --careful 1 --verbose 0 --careless 0
+    sft short "$output/base/hf" "$output/short_answers/demonstrations.parquet" "$cold" 2e-4
     accuracy short
     echo "model merging: the mean of both (seconds)"
     [ -e "$output/merged/hf" ] || mega convert merge "$output/long/hf" "$output/merged/hf" --others "$output/short/hf"
@@ -104,6 +104,10 @@ long_to_short() {
     own_answers long "$output/shortest" --keep shortest
     sft rejection "$output/long/hf" "$output/shortest" "$own" 1e-3
     accuracy rejection
+    echo "DPO: the shortest right answer against longer ones (a minute)"
+    "$PYTHON" $recipe/table.py pairs "$output/shortest.responses" "$output/pairs.parquet"
+    sft dpo "$output/long/hf" "$output/pairs.parquet" "$own" 1e-5 dpo='{beta: 0.1}' data.train.columns.rejected=rejected
+    accuracy dpo
     echo "long-to-short RL: GRPO of the long model with the length reward (2 minutes)"
     rl length_rl "$output/long/hf" \
         reward.components='[{kind: answer, incorrect: 0}, {kind: length_kimi, weight: 0.5}]'
@@ -134,4 +138,5 @@ if [ ! -e "$output/prepared/card.json" ]; then
 fi
 [ "$sequence" = base_rl_distilled ] || accuracy base
 "$sequence"
-mega compare "${evaluated[@]}" --output "$output/$sequence" | tee "$output/$sequence.txt"
+mega compare "${evaluated[@]%.json}" --output "$output/$sequence" > "$output/$sequence.txt"
+"$PYTHON" "$recipe/table.py" show "${evaluated[@]}" | tee "$output/$sequence.md"

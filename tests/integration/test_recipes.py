@@ -1,10 +1,13 @@
 """The recipes for code of one's own, with the commands of their pages: valid, tried on their data, and run."""
 
 import json
+import os
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -168,3 +171,37 @@ def test_a_run_in_turns_learns_to_read_what_it_observes_and_resumes_exactly(comm
     assert hidden["rollout/accuracy_mean"] < 0.8
     run("parts", 4)
     assert run("parts", 8) == whole[:8]
+
+
+SEQUENCES = {"r1": 8, "long_to_short": 7, "base_rl_distilled": 3}
+"""Name -> number of stages that are evaluated, the base model's included."""
+
+
+def sequence(*arguments, limit_s=60):
+    command = ["bash", str(REPOSITORY / "launch" / "sequences.sh"), *map(str, arguments)]
+    environment = {**os.environ, "VIRTUAL_ENV": sys.prefix}
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment)
+
+
+def test_a_wrong_argument_of_a_sequence_is_refused_before_anything_is_made(tmp_path):
+    for arguments, said in (
+        ((), "unknown sequence ''"),
+        (("r2",), "unknown sequence 'r2'"),
+        (("r1", "--k", 3), "'--k'"),
+    ):
+        result = sequence(*arguments, *(("--output", tmp_path / "out") if arguments else ()))
+        assert result.returncode == 2
+        assert said in result.stderr
+        assert f"usage: sequences.sh {'|'.join(SEQUENCES)}" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.whole_table  # Its commands have tests of their own.
+@pytest.mark.timeout(3600)
+def test_all_stages_of_the_sequences_run_and_end_in_a_table(tmp_path):
+    for name, num_stages in SEQUENCES.items():
+        result = sequence(name, "--output", tmp_path / "out", "--short", limit_s=1800)
+        assert result.returncode == 0, result.stderr[-3000:]
+        header, _, *rows = (tmp_path / "out" / f"{name}.md").read_text().splitlines()
+        assert header == "| stage | accuracy on held-out problems | tokens of an answer |"
+        assert len(rows) == num_stages, rows
