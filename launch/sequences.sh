@@ -14,7 +14,7 @@ case "$sequence" in
     r1 | long_to_short | base_rl_distilled) shift ;;
     *) echo "error: unknown sequence '$sequence'; $usage" >&2; exit 2 ;;
 esac
-seed=0 output= pretraining=1200 cold=20 rl=20 prompts=1000 own=300 k=64
+seed=0 output= pretraining=1200 cold=20 rl=20 prompts=1000 own=300 k=1024
 while [ $# -gt 0 ]; do
     case "$1" in
         --seed) seed=$2; shift 2 ;;
@@ -37,23 +37,24 @@ recipe=configs/recipes/sequences
 data=(data.train.path="$output/data/train.parquet" data.evaluation.path="$output/data/eval.parquet")
 
 evaluated=()
-accuracy() {  # STAGE [K]: asks the held-out problems.
-    evaluated+=("$output/evaluations/$1.json")
-    [ -e "$output/evaluations/$1.json" ] || mega evaluate --config $recipe/rl.yaml seed="$seed" "${data[@]}" \
-        model.path="$output/$1/hf" evaluation.samples_per_prompt="${2:-4}" --samples "$output/evaluations/$1" \
-        --output "$output/evaluations/$1.json" > /dev/null
+accuracy() {  # STAGE [K]: asks the held-out problems 4 times, or 32 of them K times.
+    local evaluation="$output/evaluations/$1${2:+, k=$2}"
+    evaluated+=("$evaluation.json")
+    [ -e "$evaluation.json" ] || mega evaluate --config $recipe/rl.yaml seed="$seed" "${data[@]}" \
+        model.path="$output/$1/hf" evaluation.samples_per_prompt="${2:-4}" ${2:+data.evaluation.max_rows=32} \
+        --samples "$evaluation" --output "$evaluation.json" > /dev/null
 }
 sft() {  # STAGE MODEL DATA STEPS LEARNING_RATE [SECTION.KEY=VALUE ...]
     mega sft --processes 2 --config configs/quickstart_sft.yaml seed="$seed" output_dir="$output/$1" model.path="$2" \
         data.train.path="$3" num_steps="$4" optimizer.learning_rate="$5" optimizer.warmup_steps=5 "${@:6}"
 }
 rl() {  # STAGE MODEL [SECTION.KEY=VALUE ...]
-    mega train --processes 2 --config $recipe/rl.yaml seed="$seed" "${data[@]}" output_dir="$output/$1" model.path="$2" \
-        num_steps="$rl" "${@:3}"
+    mega train --processes 2 --config $recipe/rl.yaml seed="$seed" "${data[@]}" output_dir="$output/$1" \
+        model.path="$2" num_steps="$rl" "${@:3}"
 }
 own_answers() {  # STAGE FOLDER [OPTION ...]: what a stage's model says to the training problems, and is right.
-    mega rejection-sample "$output/prepared" --output "$2" --config $recipe/rl.yaml --model "$output/$1/hf" --seed "$seed" \
-        --set "${data[@]}" --samples 4 --force "${@:3}"
+    mega rejection-sample "$output/prepared" --output "$2" --config $recipe/rl.yaml --model "$output/$1/hf" \
+        --seed "$seed" --set "${data[@]}" --samples 4 --force "${@:3}"
 }
 demonstrations() {  # FOLDER [OPTION ...]
     mega prepare arithmetic --output "$output/$1" --seed "$seed" --min-digits 3 --num-train 4000 --num-eval 256 "${@:2}"
@@ -132,11 +133,11 @@ demonstrations data --num-demonstrations 30000
 initial_model initial 192 512
 sft base "$output/initial" "$output/data/demonstrations.parquet" "$pretraining" 2e-3
 if [ ! -e "$output/prepared/card.json" ]; then
-    "$PYTHON" -c "import pyarrow.parquet as pq, sys; a, b, n = sys.argv[1:]; pq.write_table(pq.read_table(a)[:int(n)], b)" \
-        "$output/data/train.parquet" "$output/problems.parquet" "$prompts"
-    mega prepare dataset "$output/problems.parquet" --output "$output/prepared" --decontaminate "$output/data/eval.parquet"
+    "$PYTHON" $recipe/table.py first "$output/data/train.parquet" "$prompts" "$output/problems.parquet"
+    mega prepare dataset "$output/problems.parquet" --output "$output/prepared" \
+        --decontaminate "$output/data/eval.parquet"
 fi
 [ "$sequence" = base_rl_distilled ] || accuracy base
 "$sequence"
 mega compare "${evaluated[@]%.json}" --output "$output/$sequence" > "$output/$sequence.txt"
-"$PYTHON" "$recipe/table.py" show "${evaluated[@]}" | tee "$output/$sequence.md"
+"$PYTHON" $recipe/table.py show "${evaluated[@]}" | tee "$output/$sequence.md"

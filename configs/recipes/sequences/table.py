@@ -1,4 +1,4 @@
-"""Draws the table of a sequence of stages, and makes Kimi k1.5's pairs of responses for DPO."""
+"""Draws the table of a sequence of stages, makes Kimi k1.5's pairs of responses for DPO, and takes first problems."""
 
 import argparse
 import json
@@ -44,9 +44,15 @@ def main() -> None:
     pairs = commands.add_parser("pairs")
     pairs.add_argument("responses", type=Path)
     pairs.add_argument("output", type=Path)
+    first = commands.add_parser("first")
+    first.add_argument("task", type=Path)
+    first.add_argument("number", type=int)
+    first.add_argument("output", type=Path)
     given = parser.parse_args()
     if given.command == "show":
         show(given.evaluations)
+    elif given.command == "first":
+        pq.write_table(pq.read_table(given.task).slice(0, given.number), given.output)
     else:
         write_pairs(given.responses, given.output)
 
