@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
 from dapo_mega.rehearsal.places import place
 
@@ -228,6 +228,10 @@ class PretendedDevice(TorchDispatchMode):
             # query of a causal attention sees the keys before it.
             shapes, passes = [tensor.shape for tensor in args[_ATTENTION[func] :][:3]], 1 + _ATTENTION[func]
             self.flops += int(passes * sdpa_flop_count(*shapes) * (1 - shapes[0][2] / shapes[1][2] / 2))
+        elif func is _aten.convolution_backward.default:
+            # Gradients of inputs and weights. In torch's formula each channel of a depthwise one meets all others.
+            _, inputs, weight, *_, wanted = args
+            self.flops += sum(wanted[:2]) * conv_flop_count(inputs.shape, weight.shape, args[0].shape)
         elif formula := flop_registry.get(_OUT_OF_PLACE.get(func._overloadpacket, func._overloadpacket)):
             self.flops += formula(*args, **kwargs, out_val=result)
 

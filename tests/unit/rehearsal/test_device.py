@@ -15,3 +15,15 @@ def test_zeros_that_an_optimizer_makes_take_no_memory_here():
             moments = torch.zeros_like(weights)
     assert known_of(moments) is None
     assert device.live["optimizer"] == 4 * 64
+
+
+def test_a_depthwise_convolution_has_twice_its_operations_in_its_backward_pass():
+    """Gated delta layers have one of thousands of channels."""
+    device = PretendedDevice()
+    with device:
+        rows = torch.empty(1, 32, 100, device=DEVICE, requires_grad=True)
+        weight = torch.empty(32, 1, 4, device=DEVICE, requires_grad=True)
+        output = torch.nn.functional.conv1d(rows, weight, groups=32)
+        assert device.flops == 2 * 4 * 32 * 97
+        output.sum().backward()
+    assert device.flops == 3 * 2 * 4 * 32 * 97
