@@ -181,7 +181,7 @@ CHANGES = {
     "rollout.fleet.hung_after_s": (0.3, "fleet/engines_hung", (ONE, "rollout.fleet.heartbeat_s=0.1"), lagging),
     "rollout.max_attempts": (1, "error", (), failing),
     "rollout.engine_tolerance": (1e-6, "error", (), None),
-    "rollout.schedule": ("asynchronous", "rollout/tokens", (), slow),
+    "rollout.schedule": ("asynchronous", "rollout/requests_submitted", (), slow),
     "weight_sync.transport": ("distributed", "groups", ("weight_sync.timeout_s=1",), None),
     "weight_sync.folder": ("{folder}/other weights", "folders", (), None),
     "weight_sync.timeout_s": (0.3, "error", (), loading),
