@@ -123,9 +123,11 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     tensor += (passes if parallel.sequence else 2 * backward) * layers * (latents - 1) * hidden * ring
     if parallel.sequence and not config.lora:
         tensor += backward * (blocks + layers * (repeated - 1)) * hidden * ring
-        if arch.latent_attention:  # Each process has gradients of its own tokens of the products that make them.
-            weights = latents - (arch.latent_attention.query_rank is None)
-            tensor += config.batch.updates_per_step * layers * weights * arch.hidden_size**2 * 4 * 2 * ring
+        # Each process has gradients of its own tokens of the products that make latent vectors, and of routers.
+        own = with_experts * experts.number * arch.hidden_size if experts else 0.0
+        if arch.latent_attention:
+            own += layers * (latents - (arch.latent_attention.query_rank is None)) * arch.hidden_size**2
+        tensor += config.batch.updates_per_step * own * 4 * 2 * ring
     tensor -= _saved_by_fp8(config, placement, passes - backward, backward) * hidden * ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.
     gathers = passes * layers * placement.gathers_projection
