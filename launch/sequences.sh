@@ -14,7 +14,7 @@ case "$sequence" in
     r1 | long_to_short | base_rl_distilled) shift ;;
     *) echo "error: unknown sequence '$sequence'; $usage" >&2; exit 2 ;;
 esac
-seed=0 output= pretraining=1200 cold=20 rl=20 prompts=1000 own=300 k=1024
+seed=0 output= pretraining=1200 cold=5 rl=30 prompts=1000 own=300 k=1024
 while [ $# -gt 0 ]; do
     case "$1" in
         --seed) seed=$2; shift 2 ;;
