@@ -14,12 +14,12 @@ case "$sequence" in
     r1 | long_to_short | base_rl_distilled) shift ;;
     *) echo "error: unknown sequence '$sequence'; $usage" >&2; exit 2 ;;
 esac
-seed=0 output= pretraining=1200 cold=5 rl=30 prompts=1000 own=300 k=1024
+seed=0 output= pretraining=1200 cold=5 rl=30 prompts=1000 own=300 dpo=80 k=1024
 while [ $# -gt 0 ]; do
     case "$1" in
         --seed) seed=$2; shift 2 ;;
         --output) output=$2; shift 2 ;;
-        --short) pretraining=200 cold=10 rl=1 prompts=64 own=10 k=4; shift ;;
+        --short) pretraining=200 cold=10 rl=1 prompts=64 own=10 dpo=5 k=4; shift ;;
         *) echo "error: unknown argument '$1'; $usage" >&2; exit 2 ;;
     esac
 done
@@ -107,7 +107,7 @@ long_to_short() {
     accuracy rejection
     echo "DPO: the shortest right answer against longer ones (a minute)"
     "$PYTHON" $recipe/table.py pairs "$output/shortest.responses" "$output/pairs.parquet"
-    sft dpo "$output/long/hf" "$output/pairs.parquet" "$own" 1e-5 dpo='{beta: 0.1}' data.train.columns.rejected=rejected
+    sft dpo "$output/long/hf" "$output/pairs.parquet" "$dpo" 1e-5 dpo='{beta: 0.1}' data.train.columns.rejected=rejected
     accuracy dpo
     echo "long-to-short RL: GRPO of the long model with the length reward (2 minutes)"
     rl length_rl "$output/long/hf" \
