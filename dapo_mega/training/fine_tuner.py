@@ -17,11 +17,12 @@ from dapo_mega.batching.step import PlannedSamples, plan_samples
 from dapo_mega.config import SftConfig
 from dapo_mega.data import Demonstration
 from dapo_mega.distributed.commands import Own, command
-from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, WithoutAdapters
 from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
-from dapo_mega.training.model_trainer import Facts, ModelTrainer, Reference, reference_of
+from dapo_mega.training.model_trainer import Facts, ModelTrainer
 
 RowT = TypeVar("RowT")
+Reference = ScoringModel | WithoutAdapters
 
 _NEARLY_GREEDY: Final = 1e-6
 """A temperature at which the likeliest token has a probability of 1, and any other one of 0."""
@@ -51,7 +52,10 @@ class FineTuner(ModelTrainer[SftConfig], Generic[RowT], abc.ABC):
             lora=config.lora,
             seed=config.seed,
         )
-        self.reference = reference_of(self.policy, config, 1.0) if config.dpo else None
+        if config.dpo and config.lora:
+            self.reference = WithoutAdapters(self.policy)
+        elif config.dpo:
+            self.reference = ScoringModel(config.model, config.parallel, self.processes, 1.0, config.compute)
         return self._facts()
 
     @abc.abstractmethod

@@ -16,18 +16,10 @@ from dapo_mega.config import TrainingConfig
 from dapo_mega.distributed.commands import Commanded, Own, command, gathered
 from dapo_mega.distributed.links import Links
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, WithoutAdapters
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.value_model import ValueModel
 
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
-Reference = ScoringModel | WithoutAdapters
-
-
-def reference_of(policy: MegatronPolicy, config: TrainingConfig, temperature: float) -> Reference:
-    """The model that the policy begins as; with adapters the policy without them, which takes no memory."""
-    if config.lora:
-        return WithoutAdapters(policy)
-    return ScoringModel(config.model, config.parallel, policy.processes, temperature, config.compute)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from dapo_mega.errors import StopRequested
 from dapo_mega.megatron.covariance import choose_tokens
 from dapo_mega.megatron.lent_memory import Held, LentMemory
 from dapo_mega.megatron.megatron_model import MegatronModel
-from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel
+from dapo_mega.megatron.megatron_policy import MegatronPolicy, ScoringModel, WithoutAdapters
 from dapo_mega.megatron.mismatch import measure_engines, measure_mismatch
 from dapo_mega.megatron.objectives import PolicyGradient, TokenBatch, TokenScores, needs_whole_trajectories
 from dapo_mega.megatron.token_advantages import (
@@ -50,7 +50,7 @@ from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.metrics import Histogram
 from dapo_mega.samples.token_values import TokenRuns, runs_of
 from dapo_mega.training.histograms import StepCounts
-from dapo_mega.training.model_trainer import Facts, ModelTrainer, Reference, reference_of
+from dapo_mega.training.model_trainer import Facts, ModelTrainer
 from dapo_mega.types import Answer, GenerationRequest, LogProbs, TokenIds
 from dapo_mega.weight_sync.broadcast import BroadcastSender, WeightCommands
 from dapo_mega.weight_sync.shared_memory import refuse_several_machines
@@ -58,6 +58,7 @@ from dapo_mega.weight_sync.update import SenderPlaces
 
 T = TypeVar("T")
 Metrics = dict[str, float]
+Reference = ScoringModel | WithoutAdapters
 Floats = npt.NDArray[np.float64]
 
 
@@ -460,8 +461,11 @@ def build_models(
         lora=config.lora,
         seed=config.seed,
     )
-    temperature = config.rollout.temperature
-    reference = reference_of(policy, config, temperature) if config.algorithm.uses_reference else None
+    reference: Reference | None = None
+    if config.algorithm.uses_reference and config.lora:
+        reference = WithoutAdapters(policy)
+    elif config.algorithm.uses_reference:
+        reference = ScoringModel(config.model, config.parallel, processes, config.rollout.temperature, config.compute)
     critic = None
     if config.uses_critic:
         critic = ValueModel(
