@@ -289,7 +289,6 @@ def test_responses_that_meet_an_update_carry_two_versions_and_lose_nothing(tmp_p
         continued = responses_over_an_update(training_run)
     assert total(records, "evaluation/failed") == 0
     assert sum("evaluation/reward_mean" in record for record in records) == (2 if pause == "abort" else 0)
-    assert any(record["rollout/requests_open"] > 0 for record in records)
     assert continued
     deviations = [deviation_after_update(engines.launcher.urls[0], *sample) for sample in continued]
     # The new weights go on from keys and values of the old ones, or from their own.
