@@ -25,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Not in a process that leaves all tests to others (pytest -n): importing torch and Megatron is all it would do."""
     if config.getoption("numprocesses", None):
         return
+    prepared = "transformer_engine_torch" in sys.modules  # By te_cpu/plugin.py.
+    assert prepared or "megatron.core" not in sys.modules, "a conftest.py below this one has imported Megatron already"
     import torch
 
     from dapo_mega.megatron.core.repairs import cpu_accelerator

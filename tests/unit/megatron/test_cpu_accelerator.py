@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import torch
+from megatron.core import jit
+
+from dapo_mega.megatron.core.repairs import cpu_accelerator
 from tests.distributed.launching import REPOSITORY
 
 PROGRAM = """
@@ -24,3 +28,10 @@ def test_optimizers_for_gpus_are_not_taken_without_one(tmp_path):
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "torch", done.stderr
+
+
+def test_fused_functions_are_not_compiled_also_where_megatron_was_imported_before(monkeypatch):
+    monkeypatch.setattr(jit, "jit_fuser", torch.compile)
+    with cpu_accelerator._fusions_left_as_they_are():
+        pass
+    assert jit.jit_fuser(os.getpid) is os.getpid

@@ -1,20 +1,17 @@
-"""A trainer of one process and three scripted engines."""
+"""A trainer of one process and three scripted engines.
+
+What they need is imported where it is used: pytest reads this file before the one above, which prepares Megatron."""
 
 import pytest
-import torch
-import torch.distributed as dist
-
-from dapo_mega.config import WeightSyncConfig
-from dapo_mega.distributed.processes import Processes
-from dapo_mega.weight_sync.broadcast import BroadcastSender
-
-from .made_weights import TIMEOUT_S
-from .pushing import Pushing
-from .scripted_engines import ScriptedFleet
 
 
 @pytest.fixture(scope="module")
 def processes():
+    import torch
+    import torch.distributed as dist
+
+    from dapo_mega.distributed.processes import Processes
+
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     group = dist.group.WORLD
@@ -26,6 +23,9 @@ def processes():
 
 @pytest.fixture
 def fleet():
+    from .made_weights import TIMEOUT_S
+    from .scripted_engines import ScriptedFleet
+
     fleet = ScriptedFleet(3, TIMEOUT_S)
     yield fleet
     fleet.close()
@@ -33,11 +33,21 @@ def fleet():
 
 @pytest.fixture
 def sync(processes, fleet):
-    config = WeightSyncConfig(timeout_s=TIMEOUT_S)
-    sync = Pushing(processes, fleet, config, BroadcastSender(processes, config))
+    sync = _pushing(processes, fleet)
     yield sync
     fleet.disconnect()
     sync.close()
+
+
+def _pushing(processes, fleet, settings=None, of_sender=None):
+    from dapo_mega.config import WeightSyncConfig
+    from dapo_mega.weight_sync.broadcast import BroadcastSender
+
+    from .made_weights import TIMEOUT_S
+    from .pushing import Pushing
+
+    config = WeightSyncConfig(timeout_s=TIMEOUT_S, **(settings or {}))
+    return Pushing(processes, fleet, config, BroadcastSender(processes, config, **(of_sender or {})))
 
 
 @pytest.fixture
@@ -48,8 +58,7 @@ def one_by_one(monkeypatch):
 
 @pytest.fixture
 def delta_sync(processes, fleet):
-    config = WeightSyncConfig(timeout_s=TIMEOUT_S, full_every=3)
-    sync = Pushing(processes, fleet, config, BroadcastSender(processes, config, dtype="bf16"))
+    sync = _pushing(processes, fleet, {"full_every": 3}, {"dtype": "bf16"})
     fleet.without_plugin = set()
     yield sync
     fleet.disconnect()

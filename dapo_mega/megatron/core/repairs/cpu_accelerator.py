@@ -73,11 +73,14 @@ def install() -> None:
 @contextlib.contextmanager
 def _fusions_left_as_they_are() -> Iterator[None]:
     """megatron.core.jit gives fused functions to torch.compile while they are imported, which alone loads its compiler:
-    two of the five seconds that a process takes to start. On the CPU none of them is used."""
+    two of the five seconds that a process takes to start. On the CPU none is used but those of gated delta layers,
+    which would be compiled for minutes; what was imported before this has its own already."""
     compiler: Any = torch
     original = compiler.compile
     compiler.compile = lambda function, *args, **kwargs: function
     try:
+        jit: Any = importlib.import_module("megatron.core.jit")
+        jit.jit_fuser = compiler.compile
         yield
     finally:
         compiler.compile = original
