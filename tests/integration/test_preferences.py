@@ -149,7 +149,11 @@ def test_each_changed_key_takes_effect_at_a_resume_or_is_refused(values):
 
 
 @pytest.mark.parametrize(
-    "layout", ["parallel={pipeline: 2}", "parallel={tensor: 1, context: 2}", "parallel={world_size: 2}"]
+    "layout",
+    [
+        pytest.param("parallel={pipeline: 2}", marks=pytest.mark.whole_table),
+        *("parallel={tensor: 2}", "parallel={tensor: 1, context: 2}", "parallel={world_size: 2}"),
+    ],
 )
 def test_two_processes_learn_the_same(values, run, tmp_path, layout):
     file = tmp_path / "run.yaml"
