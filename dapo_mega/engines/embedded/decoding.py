@@ -2,10 +2,10 @@
 
 One batch goes through these steps::
 
-    rows -> prefill each distinct prompt once -> repeat its cache for the group's members
-         -> [sample -> hand out finished rows -> forward one token] ...
+    [forward one token -> where enough places are free, prefill each distinct prompt that waits once and repeat its
+     cache for the group's members -> sample -> hand out finished rows] ...
 
-Rows are aligned at their newest token: all write the same cache slot, and shorter prompts leave slots on their left
+Rows are aligned at their newest token: all write the same cache slot, and shorter rows leave slots on their left
 unused. The last row moves into the place of a finished row, so nothing is computed for finished rows.
 """
 
@@ -36,6 +36,9 @@ _SPARE_SLOTS = 64
 
 _UNIFORMS_AT_ONCE = 128
 """Random numbers drawn per row at once."""
+
+_REFILLS = 8
+"""A refill starts once this part of the batch is free: the prompts of several responses cost less together."""
 
 FinishedRow = tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float32], bool, Routes]
 """(index of the request, token ids, log-probs, whether a stop token ended it, experts of all tokens but the last)"""
@@ -122,7 +125,7 @@ class _SlotLayer(DynamicLayer):
         """Append one slot to every row; returns the slots in use."""
         num_rows = self.keys.shape[0]
         if self._end == self._buffers[0].shape[2]:
-            self._move_to_larger_buffers()
+            self._move_to_larger_buffers(num_rows, self.keys.shape[2])
         self._end += 1
         self._expose(num_rows)
         self.keys[:, :, -1:] = key_states
@@ -137,13 +140,26 @@ class _SlotLayer(DynamicLayer):
         self._first += num_unused
         self._expose(num_rows)
 
-    def _move_to_larger_buffers(self) -> None:
+    def make_room(self, num_rows: int, num_slots: int) -> None:
+        """Have `num_rows` rows, those added zeroed, and at least `num_slots` slots, those added on the left."""
+        num_added = max(0, num_slots - self.keys.shape[2])
+        first_added = self.keys.shape[0]
+        if num_rows > self._buffers[0].shape[0] or num_added > self._first:
+            self._move_to_larger_buffers(num_rows, self.keys.shape[2] + num_added)
+        else:
+            self._first -= num_added
+        self._expose(num_rows)
+        self.keys[first_added:].zero_()
+        self.values[first_added:].zero_()
+
+    def _move_to_larger_buffers(self, num_rows: int, num_slots: int) -> None:
         used = (self.keys, self.values)
-        num_rows, _, num_slots, _ = self.keys.shape
         self._buffers = [_roomy_buffer(tensor, num_rows, num_slots, tensor.dtype) for tensor in used]
         self._first, self._end = 0, num_slots
         for buffer, old in zip(self._buffers, used, strict=True):
-            buffer[:, :, :num_slots] = old
+            rows, _, slots, _ = old.shape
+            buffer[:rows, :, : num_slots - slots] = 0
+            buffer[:rows, :, num_slots - slots : num_slots] = old
 
     def _expose(self, num_rows: int) -> None:
         self.keys, self.values = (buffer[:num_rows, :, self._first : self._end] for buffer in self._buffers)
@@ -159,6 +175,13 @@ class _StateLayer(LinearAttentionLayer):
             {index: state.new_empty(num_rows, *state.shape[1:]) for index, state in states.items()}
             for states in (prefilled.conv_states, prefilled.recurrent_states)
         )
+
+    def make_room(self, num_rows: int, num_slots: int) -> None:
+        """Have `num_rows` rows."""
+        for states in self._states:
+            for index, state in states.items():
+                states[index] = state.new_empty(num_rows, *state.shape[1:])
+                states[index][: len(state)] = state
 
     def fill(self, rows: slice, prefilled: LinearAttentionLayer, repeats: Tensor) -> None:
         for mine, others in zip(self._states, (prefilled.conv_states, prefilled.recurrent_states), strict=True):
@@ -189,57 +212,88 @@ class RowBatch:
     """Rows that are decoded in lockstep; row r of every tensor belongs to `_rows[r]`."""
 
     def __init__(
-        self, rows: list[tuple[int, GenerationRequest]], model: PreTrainedModel, experts: ChosenExperts
+        self,
+        waiting: list[tuple[int, GenerationRequest]],
+        model: PreTrainedModel,
+        experts: ChosenExperts,
+        max_rows: int,
     ) -> None:
-        """`rows` are (index, request), ordered by prompt length, equal prompts adjacent; they differ in sampling only
-        in `max_new_tokens`. The batch empties `rows`. `experts` are those of the model's last pass.
+        """`waiting` are (index, request), ordered by prompt length, equal prompts adjacent; they differ in sampling
+        only in `max_new_tokens`. The batch empties it, with at most `max_rows` rows at a time. `experts` are those of
+        the model's last pass.
         """
-        self._rows = rows
+        self._waiting = waiting
+        self._rows: list[tuple[int, GenerationRequest]] = []
         self._model = model
-        self._experts = experts if any(request.routes_from is not None for _, request in rows) else None
+        self._experts = experts if any(request.routes_from is not None for _, request in waiting) else None
         # Of each request's prompt [P, layers, experts per token], and of what was sampled [rows, history, layers, ...].
         self._prompt_routes: dict[int, Tensor] = {}
         self._routes = torch.empty(0)
-        self._sampling = rows[0][1].sampling
+        self._sampling = waiting[0][1].sampling
         self._stop_ids = torch.tensor(self._sampling.stop_token_ids, dtype=torch.int64, device=model.device)
-        self._limits = np.array([request.sampling.max_new_tokens for _, request in rows])
-        history = (len(rows), int(self._limits.max()))
+        self._max_rows = min(max_rows, len(waiting))
+        history = (self._max_rows, max(request.sampling.max_new_tokens for _, request in waiting))
         self._tokens = torch.empty(history, dtype=torch.int64, device=model.device)
         self._logprobs = torch.empty(history, dtype=torch.float32, device=model.device)
-        self._uniforms = torch.empty(0)
-        lengths = [len(request.prompt_token_ids) for _, request in rows]
-        self._num_slots = lengths[-1]
-        self._unused = self._num_slots - torch.tensor(lengths, device=model.device)
-        self._is_ragged = lengths[0] != lengths[-1]
+        self._uniforms = torch.empty(self._max_rows, _UNIFORMS_AT_ONCE, dtype=torch.float64, device=model.device)
+        # Of each row: the tokens sampled, the most it may have, and the slots on its left that are not its own.
+        self._lengths, self._limits = np.zeros((2, 0), dtype=np.int64)
+        self._unused = torch.zeros(0, dtype=torch.int64, device=model.device)
+        self._num_slots = 0
+        self._is_ragged = False
         self._layers: list[_SlotLayer | _StateLayer] = []
 
     def decode(self, check_stop: Callable[[], None] = lambda: None) -> Iterator[FinishedRow]:
         """Yield each row as soon as it finishes. `check_stop` is called before every token and may raise."""
-        logits = self._prefill()
-        for step in range(self._tokens.shape[1]):
+        while self._rows or self._waiting:
             check_stop()
-            tokens, logprobs = self._sample(logits, step)
-            self._tokens[: len(tokens), step] = tokens
-            self._logprobs[: len(tokens), step] = logprobs
+            logits = self._forward() if self._rows else None
+            if num_added := self._num_to_add():
+                prefilled = self._prefill(num_added)
+                logits = prefilled if logits is None else torch.cat([logits, prefilled])
+            assert logits is not None
+            newest = (torch.arange(len(self._rows)), torch.from_numpy(self._lengths))
+            tokens, self._logprobs[newest] = self._sample(logits)
+            self._tokens[newest] = tokens
+            self._lengths = self._lengths + 1
             stopped = torch.isin(tokens, self._stop_ids)
             finished = stopped
-            if step + 1 == self._limits.min():
-                finished = stopped | torch.from_numpy(self._limits == step + 1).to(stopped.device)
+            if (ended := self._lengths == self._limits).any():
+                finished = stopped | torch.from_numpy(ended).to(stopped.device)
             if bool(finished.any()):
-                yield from self._finish(finished, stopped, step + 1)
-            if not self._rows:
-                return
-            logits = self._forward(self._tokens[: len(self._rows), step : step + 1])
-            if self._experts:
-                self._routes[: len(self._rows), step] = self._experts.chosen(len(self._rows))[:, 0]
+                yield from self._finish(finished, stopped)
 
-    def _prefill(self) -> Tensor:
-        """Fill the cache with the prompts; returns the logits [rows, V] of their last positions."""
+    def _num_to_add(self) -> int:
+        """How many of those that wait start now: none before some can be prefilled together, and whole groups, which
+        share a prefill, unless not even one fits into half of the batch."""
+        free = min(self._max_rows - len(self._rows), len(self._waiting))
+        if free < min(-(-self._max_rows // _REFILLS), len(self._waiting)) or not free:
+            return 0
+        keys = [prompt_key(request) for _, request in self._waiting[: free + 1]]
+        ends = (end for end in range(free, 0, -1) if end == len(keys) or keys[end] != keys[end - 1])
+        return next(ends, free if 2 * free >= self._max_rows else 0)
+
+    def _prefill(self, num_added: int) -> Tensor:
+        """Add the next rows, and the prompts to the cache; returns the logits [added, V] of their last positions."""
+        first, added = len(self._rows), self._waiting[:num_added]
+        del self._waiting[:num_added]
+        lengths = [len(request.prompt_token_ids) for _, request in added]
+        if not first:
+            self._layers, self._num_slots = [], 0
+        num_slots = max(self._num_slots, lengths[-1])
+        unused = num_slots - torch.tensor(lengths, device=self._unused.device)
+        self._unused = torch.cat([self._unused[:first] + num_slots - self._num_slots, unused])
+        self._num_slots = num_slots
+        self._is_ragged = bool(self._unused.any())
+        self._rows += added
+        self._lengths = np.append(self._lengths, np.zeros(num_added, dtype=np.int64))
+        self._limits = np.append(self._limits, [request.sampling.max_new_tokens for _, request in added])
+        for layer in self._layers:
+            layer.make_room(len(self._rows), num_slots)
         prompts: dict[bytes, list[int]] = defaultdict(list)
-        for row, (_, request) in enumerate(self._rows):
+        for row, (_, request) in enumerate(added, first):
             prompts[prompt_key(request)].append(row)
-        lengths = [len(request.prompt_token_ids) for _, request in self._rows]
-        return torch.cat([self._prefill_slice(s) for s in _prefill_slices(list(prompts.values()), lengths)])
+        return torch.cat([self._prefill_slice(s) for s in _prefill_slices(list(prompts.values()), first, lengths)])
 
     def _prefill_slice(self, members: list[list[int]]) -> Tensor:
         """One forward over the distinct prompts of adjacent rows: `members` lists the rows of each prompt."""
@@ -284,39 +338,47 @@ class RowBatch:
         keys, values = prefilled.keys, prefilled.values
         return _SlotLayer(len(self._rows), self._num_slots, keys, values, _cache_dtype(self._model))
 
-    def _sample(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        if step % _UNIFORMS_AT_ONCE == 0:
-            count = min(_UNIFORMS_AT_ONCE, self._tokens.shape[1] - step)
-            streams = [request_uniforms(request.seed, count, start=step) for _, request in self._rows]
-            self._uniforms = torch.from_numpy(np.stack(streams)).to(logits.device)
-        uniforms = self._uniforms[: len(self._rows), step % _UNIFORMS_AT_ONCE]
+    def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        place = self._lengths % _UNIFORMS_AT_ONCE
+        if len(used_up := np.flatnonzero(place == 0)):
+            streams = [
+                request_uniforms(self._rows[row][1].seed, _UNIFORMS_AT_ONCE, start=int(self._lengths[row]))
+                for row in used_up
+            ]
+            self._uniforms[torch.from_numpy(used_up)] = torch.from_numpy(np.stack(streams)).to(logits.device)
+        uniforms = self._uniforms[torch.arange(len(place)), torch.from_numpy(place)]
         sampling = self._sampling
         limits = sampling.temperature, sampling.top_p, sampling.top_k, sampling.num_tokens
         return sample_tokens(logits, uniforms, *limits)
 
-    def _forward(self, token_ids: Tensor) -> Tensor:
-        """Append `token_ids` [rows, 1] to the cache; returns the logits [rows, V] after them."""
-        num_slots = next(layer for layer in self._layers if isinstance(layer, _SlotLayer)).get_seq_length() + 1
+    def _forward(self) -> Tensor:
+        """Append every row's newest token to the cache; returns the logits [rows, V] after them."""
+        newest = (torch.arange(len(self._rows)), torch.from_numpy(self._lengths - 1))
+        token_ids = self._tokens[newest].unsqueeze(1)
+        self._num_slots += 1
         mask = None
         if self._is_ragged:
-            mask = torch.arange(num_slots, device=token_ids.device) >= self._unused.unsqueeze(1)
+            mask = torch.arange(self._num_slots, device=token_ids.device) >= self._unused.unsqueeze(1)
         output = self._model(
             input_ids=token_ids,
             attention_mask=mask,
-            position_ids=(num_slots - 1 - self._unused).unsqueeze(1),
+            position_ids=(self._num_slots - 1 - self._unused).unsqueeze(1),
             past_key_values=Cache(layers=self._layers),
             use_cache=True,
             logits_to_keep=1,
         )
+        if self._experts:
+            self._routes[newest] = self._experts.chosen(len(self._rows))[:, 0]
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _finish(self, finished: Tensor, stopped: Tensor, length: int) -> Iterator[FinishedRow]:
-        """Hand out the finished rows at `length` tokens, and keep the others."""
+    def _finish(self, finished: Tensor, stopped: Tensor) -> Iterator[FinishedRow]:
+        """Hand out the finished rows, and keep the others."""
         ended_by_stop = stopped.tolist()
         is_finished = finished.tolist()
         for row, (index, request) in enumerate(self._rows):
             if is_finished[row]:
+                length = int(self._lengths[row])
                 tokens = self._tokens[row, :length].to("cpu", torch.int32, copy=True).numpy()
                 logprobs = self._logprobs[row, :length].to("cpu", copy=True).numpy()
                 routes = no_routes()
@@ -329,15 +391,17 @@ class RowBatch:
         movers = [row for row in range(num_rows, len(is_finished)) if not is_finished[row]]
         for place, mover in zip(places, movers, strict=True):
             self._rows[place] = self._rows[mover]
-            self._limits[place] = self._limits[mover]
         del self._rows[num_rows:]
-        self._limits = self._limits[:num_rows]
+        for counts in (self._lengths, self._limits):
+            counts[places] = counts[movers]
+        self._lengths, self._limits = self._lengths[:num_rows], self._limits[:num_rows]
         if self._rows:
-            self._move(torch.tensor(places), torch.tensor(movers), num_rows, length)
+            self._move(torch.tensor(places), torch.tensor(movers), num_rows)
 
-    def _move(self, places: Tensor, movers: Tensor, num_rows: int, length: int) -> None:
+    def _move(self, places: Tensor, movers: Tensor, num_rows: int) -> None:
         """Copy the state of rows `movers` to `places`; drop unused rows and slots."""
         if len(places):
+            length = int(self._lengths.max())
             self._tokens[places, :length] = self._tokens[movers, :length]
             self._logprobs[places, :length] = self._logprobs[movers, :length]
             if self._experts:
@@ -347,16 +411,18 @@ class RowBatch:
         self._unused = self._unused[:num_rows]
         num_unused = int(self._unused.min())
         self._unused = self._unused - num_unused
+        self._num_slots -= num_unused
         self._is_ragged = bool(self._unused.any())
         for layer in self._layers:
             layer.drop_rows(places, movers, num_rows, num_unused)
 
 
-def _prefill_slices(prompts: list[list[int]], lengths: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Cut the prompts, each a list of its rows and sorted by length, so that a padded slice fits the budget."""
+def _prefill_slices(prompts: list[list[int]], first: int, lengths: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Cut the prompts, each a list of its rows and sorted by length, so that a padded slice fits the budget. `lengths`
+    are those of the rows from `first` on."""
     pending: list[list[int]] = []
     for rows in prompts:
-        if pending and (len(pending) + 1) * lengths[rows[0]] > _PREFILL_TOKENS:
+        if pending and (len(pending) + 1) * lengths[rows[0] - first] > _PREFILL_TOKENS:
             yield pending
             pending = []
         pending.append(rows)

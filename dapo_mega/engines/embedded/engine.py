@@ -6,7 +6,7 @@ For the quickstart and for machines without SGLang. The loop itself is in `decod
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -46,7 +46,8 @@ class EmbeddedEngine:
     ) -> None:
         """The architecture of `config` (a Hugging Face folder or configuration object), without weights until
         `load_weights`: `weight_version` is -1 before the first and after a failed one. At most `max_batch_rows`
-        responses are decoded at once. `check_stop` is called before every token and may raise StopRequested."""
+        responses are decoded at once, and requests that wait take the places of finished ones. `check_stop` is called
+        before every token and may raise StopRequested."""
         if isinstance(config, str | Path):
             raw = read_json_object(Path(config) / "config.json")
             language = language_config(raw)
@@ -85,8 +86,9 @@ class EmbeddedEngine:
         assert self._model is not None
         _check(requests, self._model.config.get_text_config())
         responses: dict[int, Response] = {}
-        for chunk in _chunks(requests, self._max_batch_rows):
-            batch = RowBatch([(index, requests[index]) for index in chunk], self._model, self._chosen_experts)
+        for alike in _alike(requests):
+            waiting = [(index, requests[index]) for index in alike]
+            batch = RowBatch(waiting, self._model, self._chosen_experts, self._max_batch_rows)
             for index, tokens, logprobs, stopped, routes in batch.decode(self._check_stop):
                 request_id = requests[index].request_id
                 finish: FinishReason = "stop" if stopped else "length"
@@ -178,14 +180,14 @@ def _matching_target(targets: dict[str, Tensor], name: str, tensor: Tensor) -> T
     return target
 
 
-def _chunks(requests: Sequence[GenerationRequest], max_rows: int) -> Iterator[list[int]]:
+def _alike(requests: Sequence[GenerationRequest]) -> Iterable[list[int]]:
     """Indices of requests to decode together: equal sampling, ordered by prompt length, equal prompts adjacent.
 
     Lengths may differ: a row that reaches its limit leaves the batch like one that stops.
     """
     by_sampling: dict[SamplingParams, list[int]] = defaultdict(list)
-    for index, request in enumerate(requests):
-        by_sampling[replace(request.sampling, max_new_tokens=0)].append(index)
-    for indices in by_sampling.values():
-        indices.sort(key=lambda i: (len(requests[i].prompt_token_ids), prompt_key(requests[i])))
-        yield from (indices[at : at + max_rows] for at in range(0, len(indices), max_rows))
+    for index in sorted(
+        range(len(requests)), key=lambda i: (len(requests[i].prompt_token_ids), prompt_key(requests[i]))
+    ):
+        by_sampling[replace(requests[index].sampling, max_new_tokens=0)].append(index)
+    return by_sampling.values()

@@ -129,22 +129,25 @@ def test_a_cache_that_has_to_grow_keeps_its_contents(model: Qwen2ForCausalLM, en
     assert_matches_reference(model, requests, responses)
 
 
-def test_sliding_window_layers_see_their_window_only() -> None:
+@pytest.mark.parametrize("max_batch_rows", [3, 64])
+def test_sliding_window_layers_see_their_window_only(max_batch_rows: int) -> None:
     model = make_model(
         use_sliding_window=True,
         sliding_window=6,
         max_window_layers=1,
         layer_types=["full_attention", "sliding_attention"],
     )
-    requests = make_requests([3, 8, 20], group_size=3, sampling=SamplingParams(max_new_tokens=30))
-    assert_matches_reference(model, requests, generate(make_engine(model), requests))
+    sampling = SamplingParams(max_new_tokens=30, stop_token_ids=(3, 5))
+    requests = make_requests([3, 8, 20], group_size=3, sampling=sampling)
+    assert_matches_reference(model, requests, generate(make_engine(model, max_batch_rows), requests))
 
 
+@pytest.mark.parametrize("max_batch_rows", [7, 64])
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
-def test_states_of_gated_delta_layers_follow_their_rows(tmp_path: Path, kind: str) -> None:
+def test_states_of_gated_delta_layers_follow_their_rows(tmp_path: Path, kind: str, max_batch_rows: int) -> None:
     folder = DELTA_MODELS[kind](tmp_path / kind)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    engine = EmbeddedEngine(folder)
+    engine = EmbeddedEngine(folder, max_batch_rows=max_batch_rows)
     engine.load_weights([list(load_file(folder / "model.safetensors").items())], 3)
     sampling = SamplingParams(max_new_tokens=24, stop_token_ids=(3, 5, 7, 8))
     requests = make_requests([1, 9, 4, 70, 17, 2], group_size=4, sampling=sampling)
@@ -198,6 +201,48 @@ def test_a_response_does_not_depend_on_the_rest_of_the_batch(
         alone = expected[response.request_id]
         assert response.token_ids.tolist() == alone.token_ids.tolist()
         assert np.abs(response.logprobs - alone.logprobs).max() < 1e-5
+
+
+def test_requests_that_wait_take_the_places_of_finished_rows(model: Qwen2ForCausalLM) -> None:
+    num_rows, decoded = 8, []
+    engine = make_engine(model, num_rows)
+    assert engine._model is not None
+    engine._model.register_forward_pre_hook(
+        lambda _, __, kwargs: decoded.append(len(kwargs["input_ids"])) if kwargs["input_ids"].shape[1] == 1 else None,
+        with_kwargs=True,
+    )
+    # The longest come first, and each prompt is longer than what the rows before it need.
+    limits = [30, *np.random.default_rng(2).integers(1, 12, 39)]
+    requests = [
+        replace(request, sampling=SamplingParams(max_new_tokens=int(limit)))
+        for request, limit in zip(make_requests(range(2, 202, 5), 1, SamplingParams()), limits, strict=True)
+    ]
+    assert_matches_reference(model, requests, generate(engine, requests))
+    assert max(decoded) <= num_rows
+    # No step is more than those of full batches and of the longest row.
+    assert len(decoded) <= sum(limits) // num_rows + max(limits)
+
+
+@pytest.mark.parametrize("num_rows", [32, 8])
+def test_a_refill_prefills_whole_groups(model: Qwen2ForCausalLM, num_rows: int) -> None:
+    prefilled: list[int] = []
+    engine = make_engine(model, num_rows)
+    assert engine._model is not None
+    engine._model.register_forward_pre_hook(
+        lambda _, __, kwargs: prefilled.append(len(kwargs["input_ids"])) if kwargs["input_ids"].shape[1] > 1 else None,
+        with_kwargs=True,
+    )
+    sampling = SamplingParams(max_new_tokens=40, stop_token_ids=(3, 5))
+    requests = make_requests([*range(2, 32)], 4, sampling)
+    assert_matches_reference(model, requests, generate(engine, requests))
+    assert prefilled[0] == num_rows // 4
+    assert sum(prefilled) == 30
+    assert prefilled.count(num_rows // 4) < 4
+
+
+def test_a_batch_whose_rows_end_together_starts_anew(model: Qwen2ForCausalLM) -> None:
+    requests = make_requests([20, 3, 30, 5, 9], 1, SamplingParams(max_new_tokens=6))
+    assert_matches_reference(model, requests, generate(make_engine(model, 2), requests))
 
 
 def test_the_seed_alone_tells_members_of_a_group_apart(engine: EmbeddedEngine) -> None:
