@@ -165,7 +165,9 @@ def _distillation_line(distillation: DistillationConfig) -> str:
         f"{name} {teacher.path or 'at ' + ', '.join(teacher.urls)}" for name, teacher in distillation.teachers.items()
     ]
     if distillation.top_k:
-        of_teacher = f"; the loss has {distillation.coefficient:g} x the KL over a teacher's {distillation.top_k} tokens"
+        of_teacher = (
+            f"; the loss has {distillation.coefficient:g} x the KL over a teacher's {distillation.top_k} tokens"
+        )
     else:
         of_teacher = f" + {distillation.coefficient:g} x the teacher's"
     return (

@@ -233,6 +233,13 @@ def test_changed_teachers_take_effect_at_a_resume(task, tmp_path):
             expected = logprobs_of(model, [*row["prompt_ids"], *row["token_ids"]])[len(row["prompt_ids"]) - 1 :]
             distances = np.array(row["trainer_logprobs"]) - expected
             np.testing.assert_allclose(row["advantages"], 2 * advantage - 0.5 * distances, atol=1e-4)
+    # Over the most probable tokens the teacher is in the loss, and advantages are the reward's.
+    resumed(f"{key}.path={folder}", *changes[:2], "distillation.top_k=3", "num_steps=4")
+    rows = pq.read_table(tmp_path / "run" / "samples" / "step_00000004.parquet").to_pylist()
+    groups = groupby((row for row in rows if row["trainer_logprobs"]), lambda row: row["group"])
+    for members in (list(members) for _, members in groups):
+        advantages = GroupNormAdvantage().of_group([row["reward"] for row in members])
+        np.testing.assert_allclose([row["advantage"] for row in members], 2 * np.array(advantages), atol=1e-5)
 
 
 @pytest.fixture(scope="module")
