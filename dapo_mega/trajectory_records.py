@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dapo_mega.types import ScoredTrajectory, Trajectory, Turn, no_logprobs, no_routes
+from dapo_mega.types import ScoredTrajectory, Trajectory, Turn, no_logprobs, no_routes, no_tokens
 
 Record = dict[str, Any]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -75,6 +75,8 @@ def _absent(num_rows: int, finish_reason: Any, weight_version: Any) -> dict[str,
         "stop": "",
         "routes": no_routes(),
         "teacher_logprobs": no_logprobs(),
+        "teacher_top_ids": no_tokens(),
+        "teacher_top_logprobs": no_logprobs(),
     }
 
 
@@ -122,13 +124,16 @@ def restored(kind: type[T], values: Mapping[str, Any], finish_reason: Any, weigh
 
 def pack_trajectories(trajectories: Sequence[Trajectory], name: str) -> tuple[list[Record], Arrays]:
     """For a checkpoint: one JSON record per trajectory, and for every column along tokens, and for routes, an array
-    `name/column` of all, concatenated. All are of one class."""
+    `name/column` of all, concatenated; a record's `sizes` are of those that have not one value a token. All are of one
+    class."""
     columns = columns_of(type(trajectories[0]) if trajectories else Trajectory)
+    of_tokens = [c for c in columns if c.dtype and not (c.is_optional and all(is_default(t, c) for t in trajectories))]
     records = [
         {
             "length": trajectory.num_rows,
             "finish_reason": trajectory.finish_reason,
             "weight_version": trajectory.weight_version,
+            **({"sizes": sizes} if (sizes := _sizes(trajectory, of_tokens)) else {}),
             **{
                 c.key: plain(c.kind, getattr(trajectory, c.field))
                 for c in columns
@@ -139,12 +144,17 @@ def pack_trajectories(trajectories: Sequence[Trajectory], name: str) -> tuple[li
     ]
     arrays = {
         f"{name}/{c.key}": np.concatenate([np.empty(0, c.dtype), *(getattr(t, c.field) for t in trajectories)])
-        for c in columns
-        if c.dtype and not (c.is_optional and all(is_default(t, c) for t in trajectories))
+        for c in of_tokens
     }
     if any(trajectory.routes.size for trajectory in trajectories):
         arrays[f"{name}/routes"] = np.concatenate([trajectory.routes.ravel() for trajectory in trajectories])
     return records, arrays
+
+
+def _sizes(trajectory: Trajectory, columns: Sequence[Column]) -> dict[str, int]:
+    """How many values those of the columns have that have not one a token."""
+    found = {c.key: len(getattr(trajectory, c.field)) for c in columns}
+    return {key: size for key, size in found.items() if size != trajectory.num_rows}
 
 
 def unpack_trajectories(
@@ -152,8 +162,10 @@ def unpack_trajectories(
 ) -> list[T]:
     """The inverse of `pack_trajectories`, also for checkpoints that lack some columns."""
     columns = columns_of(kind)
-    ends = np.cumsum([saved["length"] for saved in records], dtype=np.int64).tolist()
-    of_tokens = [c for c in columns if c.dtype and f"{name}/{c.key}" in arrays]
+    of_tokens = {}
+    for c in (c for c in columns if c.dtype and f"{name}/{c.key}" in arrays):
+        sizes = [saved.get("sizes", {}).get(c.key, saved["length"]) for saved in records]
+        of_tokens[c.field] = np.split(arrays[f"{name}/{c.key}"], np.cumsum(sizes, dtype=np.int64))
     shapes = [saved.get("routes", (0, 0, 0)) for saved in records]
     route_ends = np.cumsum([0, *map(math.prod, shapes)])
     flat_routes = arrays.get(f"{name}/routes", np.empty(0, np.int16))
@@ -162,11 +174,13 @@ def unpack_trajectories(
             kind,
             {
                 **{c.field: saved[c.key] for c in columns if not c.dtype and c.key in saved},
-                **{c.field: arrays[f"{name}/{c.key}"][end - saved["length"] : end] for c in of_tokens},
+                **{field: parts[i] for field, parts in of_tokens.items()},
                 "routes": flat_routes[route_start:route_end].reshape(shape),
             },
             saved["finish_reason"],
             saved["weight_version"],
         )
-        for saved, end, shape, (route_start, route_end) in zip(records, ends, shapes, pairwise(route_ends), strict=True)
+        for i, (saved, shape, (route_start, route_end)) in enumerate(
+            zip(records, shapes, pairwise(route_ends), strict=True)
+        )
     ]

@@ -112,6 +112,11 @@ def no_routes() -> Routes:
     return np.empty((0, 0, 0), np.int16)
 
 
+def no_tokens() -> TokenIds:
+    """None, where no teacher was asked."""
+    return np.empty(0, np.int32)
+
+
 def no_logprobs() -> LogProbs:
     """Of no tokens: where no teacher was asked."""
     return np.empty(0, np.float32)
@@ -206,7 +211,9 @@ class Trajectory:
     `STOP_REASONS`); it is empty for a single answer. `routes` are the experts of the prompt's tokens and those of all
     rows [P + R, layers, experts per token], as the request said that sampled a token or came next; of no tokens where
     they were not asked for. `teacher_logprobs` are those that a teacher's server gives the sampled tokens, 0 where
-    tokens were observed; of no tokens until a step that trains on them has asked.
+    tokens were observed; of no tokens until a step that trains on them has asked. `teacher_top_ids` and
+    `teacher_top_logprobs` are the teacher's `distillation.top_k` most probable tokens in place of each row, from the
+    highest on, one row after the other [R x k].
 
     Every field is a column of checkpoints and, but for `routes`, of files of samples, see `trajectory_records`.
     """
@@ -222,6 +229,8 @@ class Trajectory:
     stop: str = field(default="", metadata=column("text", optional=True))
     routes: Routes = field(default_factory=no_routes, metadata=column("routes", optional=True))
     teacher_logprobs: LogProbs = field(default_factory=no_logprobs, metadata=column("float32", optional=True))
+    teacher_top_ids: TokenIds = field(default_factory=no_tokens, metadata=column("int32", optional=True))
+    teacher_top_logprobs: LogProbs = field(default_factory=no_logprobs, metadata=column("float32", optional=True))
 
     @classmethod
     def of(cls, response: Response) -> Trajectory:

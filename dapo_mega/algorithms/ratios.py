@@ -12,6 +12,8 @@ KlKind = Literal["k1", "k2", "k3"]
 
 # exp() of a larger difference overflows float32; such ratios are clipped anyway.
 MAX_LOG_RATIO = 20.0
+# What rounding leaves of 1 - a sum of float32 probabilities that is 1 is less.
+REST_FLOOR = 1e-6
 
 
 def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
@@ -48,6 +50,14 @@ def within_bounds(sums: Tensor, bounds: tuple[float, float]) -> Tensor:
 def effective_share(weight: float, squared_weight: float, count: float) -> float:
     """(sum w)^2 / (n sum w^2) of n weights, from their sums: the share of samples that equal weights would need."""
     return weight**2 / (count * squared_weight)
+
+
+def kl_with_rest(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """KL(pi_theta || pi_ref) per position [N], in nats, over k tokens, with log-probs [N, k], and all others as one: a
+    lower bound of that over all tokens, equal to it where there are no others. These have at least REST_FLOOR."""
+    rest, reference_rest = ((1 - x.exp().sum(-1)).clamp(min=REST_FLOOR).log() for x in (logprobs, reference_logprobs))
+    of_tokens = (logprobs.exp() * (logprobs - reference_logprobs)).sum(-1)
+    return of_tokens + rest.exp() * (rest - reference_rest)
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: KlKind) -> Tensor:

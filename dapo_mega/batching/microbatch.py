@@ -71,6 +71,24 @@ class MicroBatch:
             found = torch.where(teachers == number, logprobs.float().cpu(), found)
         return found, teachers >= 0
 
+    @property
+    def teacher_top(self) -> tuple[Tensor, Tensor]:
+        """The most probable tokens of each response token's teacher, and their log-probs, [N, k] each."""
+        targets = self.targets
+        return self.of_responses(targets.teacher_top_ids), self.of_responses(targets.teacher_top_logprobs)
+
+    def with_teacher_top(self, of_models: Mapping[int, tuple[Tensor, Tensor]]) -> MicroBatch:
+        """The micro-batch with those ids and log-probs [N, k] of the teachers that have no server, by number."""
+        ids, logprobs = self.teacher_top
+        teachers = self.of_responses(self.targets.teachers)[:, None]
+        for number, (own_ids, own_logprobs) in of_models.items():
+            ids = torch.where(teachers == number, own_ids.to(ids), ids)
+            logprobs = torch.where(teachers == number, own_logprobs.to(logprobs), logprobs)
+        targets, is_response = self.targets, self.targets.response_mask
+        all_ids, all_logprobs = targets.teacher_top_ids.clone(), targets.teacher_top_logprobs.clone()
+        all_ids[is_response], all_logprobs[is_response] = ids, logprobs
+        return replace(self, targets=replace(targets, teacher_top_ids=all_ids, teacher_top_logprobs=all_logprobs))
+
     def places(self) -> tuple[Tensor, Tensor]:
         """The sample of every response token, and the position there that predicts it, each [N] on the CPU."""
         return self.of_responses(self.targets.sample_ids).cpu(), self.of_responses(self.positions).cpu()

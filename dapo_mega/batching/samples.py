@@ -20,6 +20,8 @@ from dapo_mega.batching.step_advantages import is_in_loss, raw_advantages, step_
 from dapo_mega.config import DistillationConfig, RunConfig
 from dapo_mega.types import Group, LogProbs, Prompt, TokenIds, Trajectory
 
+NO_LOGPROB: Final = -1e30
+"""That of no token, which leaves all probability to the others."""
 LAST_TURN: Final = 4
 """What is measured by turn tells the first four apart; the fifth stands for all that follow."""
 
@@ -44,6 +46,9 @@ class Sample:
     - `rollout_logprobs` float32: the engine's log-probs of the sampled tokens, in nats.
     - `teachers` int8: number of the teacher that distils the token (see `DistillationConfig.listed`), -1 for none.
     - `teacher_logprobs` float32: the log-probs that its server gives the sampled tokens, 0 where it has none.
+    - `teacher_top_ids` int32 [L, k]: the teacher's most probable tokens in place of the token, -1 where there is no
+      teacher or it is a folder's, which is asked in the step; k is 0 but with `distillation.top_k`.
+    - `teacher_top_logprobs` float32 [L, k]: what it gives them.
     - `routes` int16 [L, layers, experts per token]: the experts that the token before went through in the engine, and
       so those of the position that predicts this one; -1 where the trainer's router is to decide. [L, 0, 0] where it
       decides always.
@@ -74,6 +79,8 @@ class Sample:
     rollout_logprobs: Tensor = field(metadata=column(torch.float32))
     teachers: Tensor = field(metadata=column(torch.int8, outside=-1))
     teacher_logprobs: Tensor = field(metadata=column(torch.float32))
+    teacher_top_ids: Tensor = field(metadata=column(torch.int32, outside=-1))
+    teacher_top_logprobs: Tensor = field(metadata=column(torch.float32, outside=NO_LOGPROB))
     routes: Tensor = field(metadata=column(torch.int16, outside=-1))
 
     def __len__(self) -> int:
@@ -114,6 +121,7 @@ def single_turn(
         rollout_logprobs=0.0 if rollout_logprobs is None else np.asarray(rollout_logprobs),
         teachers=-1,
         teacher_logprobs=0.0,
+        **_teachers_top(None, len(response_ids), 0),
         routes=np.empty((len(prompt_ids) + len(response_ids), 0, 0), np.int16),
     )
 
@@ -265,6 +273,7 @@ def _join(
             engine_ids[start:end] = engines.index(url) if url else -1
         teacher = distillation.number_of(prompt.data_source) if distillation else -1
         teacher_logprobs = member.teacher_logprobs if len(member.teacher_logprobs) else np.zeros(member.num_rows)
+        top = _teachers_top(member, member.num_rows, distillation.top_k if distillation else 0)
         turns = np.searchsorted([turn.stop for turn in member.turns], np.arange(member.num_rows), side="right")
         for start, stop, has_prompt in member.pieces:
             piece = slice(start, stop)
@@ -287,12 +296,24 @@ def _join(
                     rollout_logprobs=member.logprobs[piece],
                     teachers=teacher,
                     teacher_logprobs=teacher_logprobs[piece],
+                    **{name: values[piece] for name, values in top.items()},
                     routes=routes,
                 )
             )
             trajectories.append(i)
             group_numbers.append(number)
     return flatten(samples, engines, trajectories=trajectories, groups=group_numbers)
+
+
+def _teachers_top(member: Trajectory | None, num_rows: int, top_k: int) -> dict[str, npt.NDArray[Any]]:
+    """What a server said of a trajectory's rows, [R, k] each; as if there were no teacher where none was asked."""
+    found: dict[str, npt.NDArray[Any]] = {
+        "teacher_top_ids": np.full((num_rows, top_k), -1, np.int32),
+        "teacher_top_logprobs": np.full((num_rows, top_k), NO_LOGPROB, np.float32),
+    }
+    if top_k and member is not None and len(member.teacher_top_ids):
+        found = {name: getattr(member, name).reshape(num_rows, top_k) for name in found}
+    return found
 
 
 def _sample(
@@ -303,15 +324,16 @@ def _sample(
     routes: npt.NDArray[np.int16],
     **columns: npt.ArrayLike,
 ) -> Sample:
-    """The tokens `before` [P] and `token_ids` [R], and `routes` of all. The other columns, [R] or one value each, count
-    where the policy `sampled` [R]."""
+    """The tokens `before` [P] and `token_ids` [R], and `routes` of all. The other columns, [R], [R, k] or one value
+    each, count where the policy `sampled` [R]."""
     rows = torch.from_numpy(np.concatenate([before, token_ids]).astype(np.int32))
     mask = torch.from_numpy(np.concatenate([np.zeros(len(before), np.bool_), sampled]))
     found = {"token_ids": rows, "response_mask": mask, "routes": torch.from_numpy(routes)}
     for f in fields(Sample):
         if f.name in columns:
-            column = torch.full((len(rows),), f.metadata["outside"], dtype=f.metadata["dtype"])
             value = torch.as_tensor(columns[f.name])
+            shape = (len(rows), *value.shape[1:])
+            column = torch.full(shape, f.metadata["outside"], dtype=f.metadata["dtype"])
             column[mask] = (value[torch.from_numpy(sampled)] if value.ndim else value).to(column.dtype)
             found[f.name] = column
     return Sample(**found)

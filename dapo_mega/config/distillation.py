@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher scores the tokens that the policy sampled."""
+"""On-policy distillation: a teacher scores the tokens that the policy sampled, or says what it would have sampled."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -33,13 +33,17 @@ class DistillationConfig(Section):
     """On-policy distillation: each token's advantage is reward_weight x that of algorithm.advantage + coefficient x
     (log p_teacher - log p_policy), with the weights that the step starts from. Its gradient is that of the reverse KL
     KL(policy || teacher) of each token, given those before it
-    ([Thinking Machines, 2025](https://thinkingmachines.ai/blog/on-policy-distillation/))."""
+    ([Thinking Machines, 2025](https://thinkingmachines.ai/blog/on-policy-distillation/)). With top_k the loss has that
+    KL itself, over the teacher's most probable tokens."""
 
     teachers: dict[str, TeacherConfig] = Field(min_length=1)
     """Teachers by the data_source of prompts; the one called default is for all other prompts. Several may be the same
     model."""
     coefficient: float = Field(default=1.0, gt=0)
     """Weight of the teacher: what 1 nat is worth in units of advantage."""
+    top_k: int = Field(default=0, ge=0)
+    """The teacher's most probable tokens that each response token's KL is taken over, with all others as one; at most
+    the vocabulary. 0: the sampled token stands for all."""
     reward_weight: float = Field(default=0.0, ge=0)
     """Weight of the reward's advantage. 0: the teacher alone decides; then algorithm.dynamic_sampling is false and
     algorithm.advantage is reward, unless the file says otherwise."""

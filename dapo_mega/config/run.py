@@ -287,7 +287,8 @@ class RunConfig(TrainingConfig):
         """Whether a step scores its responses before it trains on them. A single update scores them itself."""
         algorithm = self.algorithm
         uses_scores = algorithm.has_token_rewards or algorithm.policy_loss.chooses_tokens
-        return self.batch.updates_per_step > 1 or uses_scores or self.distillation is not None
+        of_sampled_tokens = self.distillation is not None and not self.distillation.top_k
+        return self.batch.updates_per_step > 1 or uses_scores or of_sampled_tokens
 
     @property
     def uses_critic(self) -> bool:

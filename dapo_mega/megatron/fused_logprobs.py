@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dapo_mega.megatron.logprobs import (
+    MoreTokens,
     VocabSlice,
+    add_at_columns_,
     chunk_gradient_,
     chunk_statistics_,
     combined_statistics,
@@ -43,6 +45,7 @@ class _Settings(NamedTuple):
     with_entropy: bool
     chunk_positions: int
     accumulate_into_main_grad: bool
+    top_k: int
 
 
 def output_logprobs(
@@ -56,12 +59,15 @@ def output_logprobs(
     with_entropy: bool = True,
     chunk_positions: int | None = None,
     accumulate_into_main_grad: bool = False,
-) -> tuple[Tensor, Tensor]:
+    others: Tensor | None = None,
+    top_k: int = 0,
+) -> tuple[Tensor, ...]:
     """Log-probs and entropies [N] float32, in nats, of `targets` [N] under softmax(hidden @ weight.T / temperature).
 
     `hidden` [N, h] is the same on all ranks of the tensor-parallel `group`; `weight` [V / tp, h], of the same dtype,
     is this rank's slice of the padded vocabulary, whose entries from `vocab_size` on have probability 0. Both
     results carry gradients; without `with_entropy` the entropies are zeros. (float64 inputs give float64 results.)
+    `others` [N, k], ids of more tokens, or `top_k` add what `MoreTokens.logprobs` returns.
 
     The gradient of `hidden` is this rank's part only: the caller sums it over the group. That of `weight` is summed
     over chunks in float32; with `accumulate_into_main_grad` it is added to Megatron's `weight.main_grad` as
@@ -73,9 +79,8 @@ def output_logprobs(
         _check_main_grad(weight)
     vocab = VocabSlice.of_rank(weight.shape[0], vocab_size, group)
     positions = chunk_positions or _default_chunk_positions(vocab.num_valid, hidden.device)
-    outputs: tuple[Tensor, Tensor] = _OutputLogProbs.apply(
-        hidden, weight, targets, _Settings(vocab, 1.0 / temperature, with_entropy, positions, accumulate), group
-    )
+    settings = _Settings(vocab, 1.0 / temperature, with_entropy, positions, accumulate, top_k)
+    outputs: tuple[Tensor, ...] = _OutputLogProbs.apply(hidden, weight, targets, others, settings, group)
     return outputs
 
 
@@ -110,30 +115,39 @@ class _OutputLogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        others: Tensor | None,
         settings: _Settings,
         group: dist.ProcessGroup,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         scale = settings.inverse_temperature
         local = settings.vocab.local(targets)
         statistics = empty_statistics(len(targets), hidden)
         logits = _ChunkedLogits(hidden, weight, settings)
+        more = MoreTokens(others, settings.top_k, settings.vocab, statistics)
         for chunk in logits.chunks:
-            chunk_statistics_(logits.compute(chunk), local[chunk], scale, statistics[:, chunk], settings.with_entropy)
+            of_chunk = logits.compute(chunk)
+            more.take(of_chunk, chunk, scale)
+            chunk_statistics_(of_chunk, local[chunk], scale, statistics[:, chunk], settings.with_entropy)
         logprobs, entropy, normaliser = combined_statistics(statistics, local, group, settings.with_entropy)
         ctx.save_for_backward(hidden, weight, local, normaliser, entropy)
-        ctx.settings = settings
+        ctx.settings, ctx.more = settings, more
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, *more.logprobs(normaliser, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *grads_of_more: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, local, normaliser, entropy = ctx.saved_tensors
         settings: _Settings = ctx.settings
         scale = settings.inverse_temperature
         if not settings.with_entropy:
             grad_entropy = None
         coefficients = gradient_coefficients(local, scale, normaliser, entropy, grad_logprobs, grad_entropy)
+        shares = ctx.more.shares(next(iter(grads_of_more), None), scale)
+        if shares is not None:
+            coefficients[1] -= shares.sum(-1)
         logits = _ChunkedLogits(hidden, weight, settings)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         # A rank whose slice is padding only has no chunks to fill its gradient.
@@ -143,12 +157,14 @@ class _OutputLogProbs(torch.autograd.Function):
         for chunk in logits.chunks:
             gradient = logits.compute(chunk)
             chunk_gradient_(gradient, local[chunk], scale, coefficients[:, chunk], grad_entropy is not None)
+            if shares is not None:
+                add_at_columns_(gradient, ctx.more.columns[chunk], shares[chunk])
             if grad_hidden is not None:
                 torch.mm(gradient, logits.weight, out=grad_hidden[chunk])
             if total is not None:
                 _add_product(total[: settings.vocab.num_valid], gradient, hidden[chunk])
         grad_weight = None if total is None else _returned_weight_gradient(weight, total, settings)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, *[None] * 4
 
 
 class _ChunkedLogits:

@@ -7,7 +7,8 @@ and `fused_logprobs.output_logprobs`, which computes them chunk by chunk. On a G
 
 Each rank of the tensor-parallel group has four statistics of its vocabulary slice per position: the `peak` logit, and
 relative to it the `total` = sum of exp, `weighted` = sum of exp * logit, and the `target` logit (0 on ranks that do not
-own it). `combined_statistics` turns them into log-probs and entropies with two collectives.
+own it). `combined_statistics` turns them into log-probs and entropies with two collectives. `MoreTokens` adds the
+log-probs of other tokens at the same positions, from the same logits.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ LOWEST = -1e30
 
 
 class VocabSlice(NamedTuple):
-    """The vocabulary entries of one tensor-parallel rank: `num_valid` from token `first` on, then only padding."""
+    """The entries of one tensor-parallel rank in a vocabulary of `size`: `num_valid` from token `first` on, then only
+    padding."""
 
     first: int
     num_valid: int
+    size: int
 
     @classmethod
     def of_rank(cls, width: int, vocab_size: int, group: dist.ProcessGroup) -> VocabSlice:
         """This rank's slice, `width` columns including padding, of a vocabulary of `vocab_size`."""
         first = dist.get_rank(group) * width
-        return cls(first, max(0, min(width, vocab_size - first)))
+        return cls(first, max(0, min(width, vocab_size - first)), vocab_size)
 
     def local(self, targets: Tensor) -> Tensor:
         """Column of each target [N] in this slice, or -1 where another rank owns it."""
@@ -70,17 +73,19 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     group: dist.ProcessGroup,
     with_entropy: bool = True,
-) -> tuple[Tensor, Tensor]:
+    others: Tensor | None = None,
+    top_k: int = 0,
+) -> tuple[Tensor, ...]:
     """Log-probs and entropies [N] float32, in nats, of `targets` [N] at positions `rows` [N] of `logits`.
 
     `logits` [T, V / tp] are this rank's slice of the padded vocabulary; columns from `vocab_size` on are padding
     and have probability 0. The distribution is softmax(logits / temperature). Both results carry gradients;
-    without `with_entropy` the entropies are zeros.
+    without `with_entropy` the entropies are zeros. `others` [N, k] or `top_k` add what `MoreTokens.logprobs` returns.
     """
     if rows.shape != targets.shape:
         raise ValueError(f"rows {tuple(rows.shape)} and targets {tuple(targets.shape)} must have one shape [N]")
-    outputs: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(
-        logits, rows, targets, 1.0 / temperature, vocab_size, group, with_entropy
+    outputs: tuple[Tensor, ...] = _VocabParallelLogProbs.apply(
+        logits, rows, targets, 1.0 / temperature, vocab_size, group, with_entropy, others, top_k
     )
     return outputs
 
@@ -189,6 +194,71 @@ def chunk_gradient_(
             logits[block] = gradient
 
 
+class MoreTokens:
+    """Of N positions the logits of k more tokens, kept before a chunk's arithmetic destroys them: of given ones,
+    `others` [N, k], or else of the `top_k` most probable ones. Without both k is 0.
+
+    Given ids that no rank has, -1 or beyond the vocabulary, have probability 0: log-prob LOWEST, without a gradient.
+    """
+
+    def __init__(self, others: Tensor | None, top_k: int, vocab: VocabSlice, statistics: Tensor) -> None:
+        num_positions = statistics.shape[1]
+        if others is not None and (others.dim() != 2 or len(others) != num_positions):
+            raise ValueError(f"others {tuple(others.shape)} must be [N, k] with N = {num_positions}")
+        if top_k > vocab.size:
+            raise ValueError(f"top_k={top_k} is more than the {vocab.size} tokens of the vocabulary")
+        self._vocab, self._is_given = vocab, others is not None
+        ids = statistics.new_full((num_positions, top_k), -1, dtype=torch.int64) if others is None else others
+        self.columns = vocab.local(ids)
+        self._is_nowhere = (ids < 0) | (ids >= vocab.size)
+        self._logits = statistics.new_full(ids.shape, 0.0 if self._is_given else -torch.inf)
+        self._size = ids.shape[1]
+
+    def take(self, logits: Tensor, chunk: slice, inverse_temperature: float) -> None:
+        """Keep those of the positions `chunk`, whose `logits` [n, v] are given."""
+        if self._is_given and self._size:
+            columns = self.columns[chunk]
+            found = logits.gather(1, columns.clamp(min=0)).to(self._logits.dtype)
+            self._logits[chunk] = found.mul_(inverse_temperature).masked_fill_(columns < 0, 0.0)
+        elif self._size:
+            highest, columns = logits.topk(min(self._size, logits.shape[1]), -1)
+            self._logits[chunk, : highest.shape[1]] = highest.to(self._logits.dtype) * inverse_temperature
+            self.columns[chunk, : highest.shape[1]] = columns
+
+    def logprobs(self, normaliser: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        """Log-probs [N, k] in nats, of the most probable tokens from the highest on and with their ids [N, k] as
+        numbers of the same dtype; nothing where k is 0. Collective over the tensor-parallel group, once."""
+        if not self._size:
+            return ()
+        logits, self._logits = self._logits, self._logits[:0]
+        has_others = dist.get_world_size(group) > 1 and len(normaliser) > 0
+        if self._is_given:
+            if has_others:
+                dist.all_reduce(logits, group=group)
+            return ((logits - normaliser[:, None]).masked_fill_(self._is_nowhere, LOWEST),)
+        ids = (self.columns + self._vocab.first).to(logits.dtype)
+        if has_others:
+            own = torch.stack([logits, ids])
+            parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, own, group=group)
+            candidates, of_candidates = torch.cat(parts, -1)
+            logits, places = candidates.topk(self._size, -1)
+            ids = of_candidates.gather(1, places)
+        return logits - normaliser[:, None], ids
+
+    def shares(self, grad_logprobs: Tensor | None, inverse_temperature: float) -> Tensor | None:
+        """What given tokens' columns get of the gradient of their log-probs [N, k]; minus their sum is what the
+        constant of `gradient_coefficients` gets."""
+        if grad_logprobs is None or not self._is_given:
+            return None
+        return (grad_logprobs * inverse_temperature).masked_fill_(self._is_nowhere, 0.0)
+
+
+def add_at_columns_(gradient: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Add values [n, k] to a chunk's gradient [n, v] at columns [n, k], or -1 where another rank owns them."""
+    gradient.scatter_add_(1, columns.clamp(min=0), values.masked_fill(columns < 0, 0.0).to(gradient.dtype))
+
+
 def _kernels_for(logits: Tensor) -> ModuleType | None:
     if not logits.is_cuda or logits.dtype is torch.float64:
         return None
@@ -221,34 +291,45 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         vocab_size: int,
         group: dist.ProcessGroup,
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+        others: Tensor | None,
+        top_k: int,
+    ) -> tuple[Tensor, ...]:
         vocab = VocabSlice.of_rank(logits.shape[-1], vocab_size, group)
         local = vocab.local(targets)
         statistics = empty_statistics(len(rows), logits)
+        more = MoreTokens(others, top_k, vocab, statistics)
         for chunk in _chunks(rows, vocab):
             chosen = logits.index_select(0, rows[chunk])[:, : vocab.num_valid]
+            more.take(chosen, chunk, inverse_temperature)
             chunk_statistics_(chosen, local[chunk], inverse_temperature, statistics[:, chunk], with_entropy)
         logprobs, entropy, normaliser = combined_statistics(statistics, local, group, with_entropy)
         ctx.save_for_backward(logits, rows, local, normaliser, entropy)
-        ctx.settings = (vocab, inverse_temperature, with_entropy)
+        ctx.settings, ctx.more = (vocab, inverse_temperature, with_entropy), more
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, *more.logprobs(normaliser, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *grads_of_more: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         logits, rows, local, normaliser, entropy = ctx.saved_tensors
         vocab, inverse_temperature, with_entropy = ctx.settings
         has_slope = with_entropy and grad_entropy is not None
         coefficients = gradient_coefficients(
             local, inverse_temperature, normaliser, entropy, grad_logprobs, grad_entropy if has_slope else None
         )
+        shares = ctx.more.shares(next(iter(grads_of_more), None), inverse_temperature)
+        if shares is not None:
+            coefficients[1] -= shares.sum(-1)
         grad_logits = torch.zeros_like(logits)
         for chunk in _chunks(rows, vocab):
             chosen = logits.index_select(0, rows[chunk])[:, : vocab.num_valid]
             chunk_gradient_(chosen, local[chunk], inverse_temperature, coefficients[:, chunk], has_slope)
+            if shares is not None:
+                add_at_columns_(chosen, ctx.more.columns[chunk], shares[chunk])
             grad_logits[:, : vocab.num_valid].index_copy_(0, rows[chunk], chosen)
-        return grad_logits, None, None, None, None, None, None
+        return grad_logits, *[None] * 8
 
 
 def _chunks(rows: Tensor, vocab: VocabSlice) -> list[slice]:

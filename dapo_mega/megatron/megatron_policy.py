@@ -32,13 +32,15 @@ _CALIBRATION_PASSES = 2
 class TokenScoring(MegatronModel):
     """What the policy and its frozen copies have in common: they score response tokens."""
 
-    def score(self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None) -> list[TokenScores]:
-        """Log-probs and entropies of every response token without gradients, one entry per micro-batch; `temperature`
-        defaults to the model's."""
+    def score(
+        self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None, top_k: int = 0
+    ) -> list[TokenScores]:
+        """Log-probs and entropies of every response token without gradients, and the `top_k` most probable tokens in
+        place of each, one entry per micro-batch; `temperature` defaults to the model's."""
         for chunk in self.chunks:
             chunk.eval()
         batches = [TokenBatch(micro_batch) for micro_batch in micro_batches]
-        make_labels = partial(chosen_tokens, with_entropy=True)
+        make_labels = partial(chosen_tokens, with_entropy=True, with_others=False, top_k=top_k)
         with self._at_temperature(temperature):
             for _ in range(_CALIBRATION_PASSES if self._lacks_scales() else 0):
                 # Transformer Engine takes scales from passes with gradients only, none of which was made yet. Nothing
@@ -48,7 +50,7 @@ class TokenScoring(MegatronModel):
             with torch.no_grad():
                 outputs = self._run(batches, make_labels)
         return (
-            [TokenScores(*output.unbind()) for output in outputs]
+            [TokenScores.of(output, top_k) for output in outputs]
             if self.processes.is_last_stage
             else _no_scores(len(batches))
         )
@@ -154,8 +156,8 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         def make_loss(batch: TokenBatch) -> Any:
             def loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 if scores is not None:
-                    scores.append(TokenScores(*output.detach().unbind()))
-                term = objective.evaluate(TokenScores(*output.unbind()), batch)
+                    scores.append(TokenScores(*output.detach()[:2].unbind()))
+                term = objective.evaluate(TokenScores.of(output), batch)
                 return term.total, term.denominator, torch.stack([term.sums[name] for name in objective.sum_names])
 
             return loss
@@ -183,10 +185,11 @@ class WithoutAdapters:
             return self._policy.score(unrouted)
 
 
-def chosen_tokens(batch: MicroBatch, *, with_entropy: bool) -> ChosenTokens:
-    """The response tokens of a micro-batch, to be scored."""
-    rows = batch.response_rows()
-    return ChosenTokens(rows, batch.targets.token_ids[rows].long(), with_entropy)
+def chosen_tokens(batch: MicroBatch, *, with_entropy: bool, with_others: bool = True, top_k: int = 0) -> ChosenTokens:
+    """The response tokens of a micro-batch, to be scored; by default with the most probable ones of their teachers."""
+    rows, top = batch.response_rows(), batch.targets.teacher_top_ids
+    others = top[rows].long() if with_others and top.shape[1] else None
+    return ChosenTokens(rows, batch.targets.token_ids[rows].long(), with_entropy, others, top_k)
 
 
 def _stage_maker(arch: Architecture, temperature: float, compute: ComputeConfig) -> Callable[..., PolicyStage]:

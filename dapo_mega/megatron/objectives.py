@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from dapo_mega.algorithms.policy_losses import LossInputs, LossNeed
 from dapo_mega.algorithms.ratios import (
     importance_weights,
     kl_estimate,
+    kl_with_rest,
     means_over,
     sequence_importance_weights,
     within_bounds,
@@ -46,10 +47,22 @@ class TokenBatch:
 @dataclass(frozen=True)
 class TokenScores:
     """Log-probs in nats and entropies [N] float32 of the response tokens of one micro-batch; empty off the last stage.
-    Where a loss is computed of them they have gradients, and entropies that the objective does not need are zeros."""
+    Where a loss is computed of them they have gradients, and entropies that the objective does not need are zeros.
+    `others` [N, k] are the log-probs of the teacher's most probable tokens, or of the model's own with their ids
+    `other_ids` [N, k]; k is 0 where none were asked for."""
 
     logprobs: Tensor
     entropy: Tensor
+    others: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    other_ids: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+
+    @classmethod
+    def of(cls, rows: Tensor, top_k: int = 0) -> TokenScores:
+        """From what `PolicyStage` returns, [2 or more, N]; given `top_k` it had been asked for these."""
+        others = rows[2:].t()
+        if not top_k:
+            return cls(rows[0], rows[1], others)
+        return cls(rows[0], rows[1], others[:, :top_k], others[:, top_k:].long())
 
 
 @dataclass(frozen=True)
@@ -69,12 +82,14 @@ class PolicyGradient:
     Tokens and responses that `token_mask` and `sequence_mask` leave out have weight 0 in every term but stay in the
     denominator: masking a bad response must not raise the weight of the others. `context_group` has the ranks that
     share a micro-batch's tokens under context parallelism. `ratios`, if given, counts pi_theta / pi_old of the tokens
-    in the loss.
+    in the loss. With a `teacher_weight` above 0 the loss has that times each token's KL to its teacher, as
+    `kl_with_rest` gives it.
     """
 
     settings: AlgorithmConfig
     context_group: dist.ProcessGroup | None = None
     ratios: RatioCounts | None = None
+    teacher_weight: float = 0.0
 
     @property
     def needs(self) -> frozenset[LossNeed]:
@@ -87,7 +102,8 @@ class PolicyGradient:
     def sum_names(self) -> tuple[str, ...]:
         """Names of the sums in every `LossTerm`, including `denominator`."""
         own = ("loss", "denominator", "loss_tokens", "kl_to_old", "kl_to_reference")
-        return (*own, *self.settings.policy_loss.sum_names)
+        of_teachers = ("kl_to_teacher", "taught_tokens") if self.teacher_weight else ()
+        return (*own, *of_teachers, *self.settings.policy_loss.sum_names)
 
     def evaluate(self, outputs: TokenScores, batch: TokenBatch) -> LossTerm:
         """The micro-batch's part of the loss."""
@@ -124,6 +140,12 @@ class PolicyGradient:
             token_loss = token_loss + settings.kl_in_loss * kl
         if settings.entropy_coefficient > 0:
             token_loss = token_loss - settings.entropy_coefficient * used(outputs.entropy)
+        of_teachers = {}
+        if self.teacher_weight:
+            to_teacher = kl_with_rest(used(outputs.others.t()).t(), micro.teacher_top[1].to(logprobs.device))
+            token_loss = token_loss + self.teacher_weight * to_teacher
+            is_taught = in_loss & (micro.of_responses(micro.targets.teachers).to(in_loss.device) >= 0)
+            of_teachers = {"kl_to_teacher": (to_teacher.detach() * is_taught).sum(), "taught_tokens": is_taught.sum()}
         total = (token_loss * weights).sum()
         if self.ratios is not None:
             self.ratios.add(logprobs - old_logprobs, in_loss)
@@ -134,6 +156,7 @@ class PolicyGradient:
                 "loss_tokens": in_loss.sum(),
                 "kl_to_old": (kl_estimate(logprobs, old_logprobs, "k3") * in_loss).sum(),
                 "kl_to_reference": (kl * in_loss).sum(),
+                **of_teachers,
                 **losses.sums,
             }
         return LossTerm(total, _denominator(micro, total), sums)
@@ -175,6 +198,7 @@ class PolicyGradient:
         return {
             **means_over(sums["denominator"], {"policy/loss": sums["loss"]}),
             **means_over(tokens, of_tokens),
+            **means_over(sums.get("taught_tokens", 0), {"policy/kl_to_teacher": sums.get("kl_to_teacher", 0.0)}),
             "policy/loss_tokens": tokens,
             **self.settings.policy_loss.metrics(sums),
         }

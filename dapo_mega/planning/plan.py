@@ -164,9 +164,15 @@ def _distillation_line(distillation: DistillationConfig) -> str:
     listed = [
         f"{name} {teacher.path or 'at ' + ', '.join(teacher.urls)}" for name, teacher in distillation.teachers.items()
     ]
+    if distillation.top_k:
+        of_teacher = (
+            f"; the loss has {distillation.coefficient:g} x the KL over a teacher's {distillation.top_k} tokens"
+        )
+    else:
+        of_teacher = f" + {distillation.coefficient:g} x the teacher's"
     return (
-        f"distillation: teachers {'; '.join(listed)}; advantages are {distillation.reward_weight:g} x the reward's + "
-        f"{distillation.coefficient:g} x the teacher's"
+        f"distillation: teachers {'; '.join(listed)}; advantages are {distillation.reward_weight:g} x the reward's"
+        f"{of_teacher}"
     )
 
 

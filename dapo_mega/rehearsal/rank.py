@@ -334,8 +334,10 @@ def synthetic_samples(workload: Workload) -> FlatSamples:
     if arch.experts and workload.config.rollout.routing_replay:
         of_layer = even_choice((length, arch.experts.per_token), arch.experts.number)
         routes = of_layer.to(torch.int16)[:, None].expand(-1, arch.num_layers, -1)
+    shape = (length, distillation.top_k if (distillation := workload.config.distillation) else 0)
+    top = {"teacher_top_ids": torch.zeros(shape, dtype=torch.int32), "teacher_top_logprobs": torch.zeros(shape)}
     samples = []
     for number in range(workload.responses_per_step):
         sample = single_turn(ids[:prompt], ids[prompt:], logprobs, advantage=(-1.0) ** number, sample_id=number)
-        samples.append(replace(sample, routes=routes))
+        samples.append(replace(sample, routes=routes, **top))
     return flatten(samples, groups=[number // batch.group_size for number in range(len(samples))])

@@ -286,14 +286,24 @@ def check_routing(config: RunConfig, arch: Architecture) -> None:
 
 
 def check_teachers(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
-    """Raise InputError for a teacher in a folder that has other tokens than the policy, and for prompts that nothing
-    teaches."""
+    """Raise InputError for a teacher in a folder that has other tokens than the policy, for more of a teacher's tokens
+    than there are, and for prompts that nothing teaches."""
     distillation = config.distillation
     if distillation is None:
         return
     for name, teacher in distillation.teachers.items():
         if teacher.path:
             refuse_other_tokens(tokenizer, teacher.path, f"distillation.teachers.{name}.path")
+    models = {
+        "model": config.model.path,
+        **{f"distillation.teachers.{n}": t.path for n, t in distillation.teachers.items()},
+    }
+    for key, path in models.items():
+        size = load_architecture(Path(path))[1].vocab_size if path else distillation.top_k
+        if distillation.top_k > size:
+            raise InputError(
+                f"distillation.top_k={distillation.top_k} is more than the {size} tokens of {key}.path; lower it"
+            )
     untaught = {prompt.data_source for prompt in prompts if distillation.number_of(prompt.data_source) < 0}
     if untaught and not distillation.reward_weight:
         raise InputError(

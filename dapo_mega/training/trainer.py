@@ -24,7 +24,7 @@ from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.batching.plan import PackingStats
 from dapo_mega.batching.samples import FlatSamples, flatten, single_turn
 from dapo_mega.batching.step import PlannedSamples, plan_samples
-from dapo_mega.config import RunConfig
+from dapo_mega.config import DistillationConfig, RunConfig
 from dapo_mega.distributed.commands import Own, command, gathered
 from dapo_mega.distributed.links import Links
 from dapo_mega.distributed.processes import Processes
@@ -95,7 +95,8 @@ class Updated:
 @dataclass
 class _Scored:
     """This process's part of a step that is scored; `critic_batches` is empty without a critic. `distances` [N] of the
-    policy from its teacher, log p_policy - log p_teacher, are 0 of tokens without one."""
+    policy from its teacher, log p_policy - log p_teacher, are 0 of tokens without one, and with
+    `distillation.top_k`."""
 
     everything: list[MicroBatch]
     scores: Sequence[TokenScores | None]
@@ -286,8 +287,9 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         if config.scores_before_updates:
             own = scored.scores = self.policy.score(everything)
             measured = self._measured(everything, own)
-            if config.distillation:
-                metrics |= self._distil(everything, own)
+        if config.distillation:
+            everything, of_teachers = self._distil(everything, config.distillation)
+            scored.everything, metrics = everything, metrics | of_teachers
         if not config.algorithm.has_token_rewards:
             self._set_targets(everything)
             return Scores(measured, metrics)
@@ -320,20 +322,32 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         self._set_targets(self._normalized(subtract_following_penalties(everything, scored.penalties, self.processes)))
         return Scores(measured, metrics)
 
-    def _distil(self, everything: Sequence[MicroBatch], own: Sequence[TokenScores]) -> Metrics:
-        """Ask the teachers that are here, and keep the policy's distances from all for `_set_targets`."""
-        of_models = {number: teacher.score(everything) for number, teacher in self.teachers.items()}
+    def _distil(
+        self, everything: list[MicroBatch], distillation: DistillationConfig
+    ) -> tuple[list[MicroBatch], Metrics]:
+        """Ask the teachers that are here. The policy's distances from all are kept for `_set_targets`, or with `top_k`
+        the micro-batches get what the teachers said."""
+        top_k, own = distillation.top_k, self._scored.scores
+        of_models = {number: teacher.score(everything, top_k=top_k) for number, teacher in self.teachers.items()}
         distances: list[Tensor] = []
         taught: list[tuple[Tensor, Tensor]] = []
+        batches = list(everything)
         for i, micro in enumerate(everything if self.processes.is_last_stage else ()):
             found, has_teacher = micro.teacher_logprobs({number: of[i].logprobs for number, of in of_models.items()})
-            distances.append((own[i].logprobs.float().cpu() - found) * has_teacher)
-            taught.append((distances[-1][has_teacher], found[has_teacher]))
+            of_policy = own[i]
+            distance = torch.zeros(len(found))
+            if top_k:
+                tops = {number: (of[i].other_ids, of[i].others) for number, of in of_models.items()}
+                batches[i] = micro.with_teacher_top(tops)
+            elif of_policy:
+                distance = (of_policy.logprobs.float().cpu() - found) * has_teacher
+            distances.append(distance)
+            taught.append((distance[has_teacher], found[has_teacher]))
         self._scored.distances = distances
-        return {
-            "policy/kl_to_teacher": self._mean([distance for distance, _ in taught]),
-            "policy/teacher_logprob": self._mean([logprobs for _, logprobs in taught]),
-        }
+        metrics = {"policy/teacher_logprob": self._mean([logprobs for _, logprobs in taught])}
+        if not top_k:
+            metrics["policy/kl_to_teacher"] = self._mean([distance for distance, _ in taught])
+        return batches, metrics
 
     @command
     def set_advantages(self, advantages: Floats) -> None:
@@ -370,7 +384,9 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         config, scored = self._config, self._scored
         settings = config.objective.model_copy(update={"entropy_coefficient": entropy_coefficient})
         ratios = self._counts.ratios if self._counts else None
-        objective = PolicyGradient(settings, self.processes.context, ratios)
+        distillation = config.distillation
+        teacher_weight = distillation.coefficient if distillation and distillation.top_k else 0.0
+        objective = PolicyGradient(settings, self.processes.context, ratios, teacher_weight)
         if not config.scores_before_updates:
             scores: list[TokenScores] = []
             metrics = self.policy.update(scored.mini_batches[0], objective, scores=scores)

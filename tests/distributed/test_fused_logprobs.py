@@ -60,9 +60,30 @@ def loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
     return (factors[0] * logprobs + factors[1] * entropy).sum()
 
 
+NUM_OTHERS = 9
+
+
+def others(case: Case) -> Tensor:
+    """Different ids for each token, of both ranks' parts."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.rand(case.tokens, case.vocab, generator=generator).argsort(-1)[:, :NUM_OTHERS]
+
+
+def factors(case: Case) -> Tensor:
+    return torch.linspace(-2, 3, case.tokens * NUM_OTHERS).view(case.tokens, NUM_OTHERS)
+
+
 def on_my_part_of_the_vocabulary():
     """Log-probs, entropies and the gradients of the hidden states and of this process's weight, for each case."""
     results = {}
+    for case in CASES[:3]:
+        hidden, weight, targets = inputs(case)
+        part = weight.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
+        settings = {"temperature": case.temperature, "vocab_size": case.vocab, "group": dist.group.WORLD}
+        *_, of_others = output_logprobs(hidden.requires_grad_(), part, targets, **settings, others=others(case))
+        (of_others * factors(case)).sum().backward()
+        found = output_logprobs(hidden, part, targets, **settings, chunk_positions=case.chunk, top_k=NUM_OTHERS)[2:]
+        results["others", case.name] = [of_others.detach(), *(x.detach() for x in found), hidden.grad, part.grad]
     for case in CASES:
         hidden, weight, targets = inputs(case)
         hidden.requires_grad_()
@@ -103,6 +124,23 @@ def test_two_ranks_equal_float64_on_one(results, case):
     assert_near(first[2].double() + second[2].double(), leaves[0].grad, case)
     assert_near(torch.cat([first[3], second[3]]), leaves[1].grad, case)
     assert torch.cat([first[3], second[3]])[case.vocab :].abs().sum() == 0
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
+def test_more_tokens_and_the_most_probable_ones_are_found_on_either_rank(results, case):
+    hidden, weight, _ = inputs(case)
+    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+    logp = torch.log_softmax(leaves[0] @ leaves[1][: case.vocab].T / case.temperature, dim=-1)
+    expected, top = logp.gather(1, others(case)), logp.topk(NUM_OTHERS)
+    (expected * factors(case)).sum().backward()
+    first, second = (rank["others", case.name] for rank in results)
+    for mine, other in zip(first[:3], second[:3], strict=True):
+        assert torch.equal(mine, other)
+    assert_near(first[0], expected, case)
+    assert_near(first[1], top.values, case)
+    assert torch.equal(first[2].long(), top.indices)
+    assert_near(first[3].double() + second[3].double(), leaves[0].grad, case)
+    assert_near(torch.cat([first[4], second[4]]), leaves[1].grad, case)
 
 
 def assert_near(got, expected, case):

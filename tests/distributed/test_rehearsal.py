@@ -60,6 +60,11 @@ CASES = {
     "ep2_lora": {"parallel": {"expert": 2}, "lora": {"rank": 4}, "has_experts": True},
     "tp2_ep2_latent": {"parallel": {**TP2, "expert": 2}, "kind": "latent"},
     **({"tp2_delta": {"parallel": TP2, "kind": "delta"}} if has_delta() else {}),
+    "tp2_pp2_distilled": {
+        "parallel": {**TP2, "pipeline": 2},
+        "distillation.top_k": 3,
+        "distillation.reward_weight": 1.0,
+    },
     "tp2_pp2_with_kl": {
         "parallel": {**TP2, "pipeline": 2},
         "algorithm.kl.coefficient": 0.1,
@@ -204,6 +209,7 @@ def config_of(case, models, world_size):
         **({"lora": case["lora"]} if "lora" in case else {}),
         **({} if case.get("without_overlap") else OVERLAPS),
         **{key: value for key, value in case.items() if "." in key},
+        **({"distillation.teachers.default.path": models[False]} if "distillation.top_k" in case else {}),
     }
     given = [f"{key}={_text(value)}" for key, value in overrides.items()]
     file = REPOSITORY / "configs" / "qwen2.5-32b-dapo-128gpu.yaml"

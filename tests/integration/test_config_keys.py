@@ -133,7 +133,7 @@ ELSEWHERE = {
     "test_a_run_replays_the_routes_of_an_engine_that_routes_otherwise",
     **dict.fromkeys(
         (
-            *("distillation.coefficient", "distillation.reward_weight"),
+            *("distillation.coefficient", "distillation.reward_weight", "distillation.top_k"),
             *(f"distillation.teachers.{key}" for key in TeacherConfig.model_fields),
         ),
         "integration/test_distillation.py::test_changed_teachers_take_effect_at_a_resume",

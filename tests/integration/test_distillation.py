@@ -78,15 +78,21 @@ def test_tokens_learn_from_their_teacher_in_every_layout_and_a_run_goes_on_to_th
 
 def logprobs_of(model, tokens):
     """Of all but the first."""
-    logits = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
-    return logits[range(len(tokens) - 1), tokens[1:]].detach().numpy()
+    return all_logprobs(model, tokens)[range(len(tokens) - 1), tokens[1:]].numpy()
+
+
+@torch.no_grad()
+def all_logprobs(model, tokens):
+    """Of the whole vocabulary at all tokens but the first."""
+    return model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
 
 
 class Teacher:
-    """Answers like SGLang: a token's log-prob is minus a hundredth of its id. Of the requests from number `fails_from`
-    on, `failures` are refused."""
+    """Answers like SGLang: a token's log-prob is minus a hundredth of its id, or what a model gives it. Of the requests
+    from number `fails_from` on, `failures` are refused."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, model=None):
+        self.model = model
         self.tokenizer, self.num_answers, self.fails_from, self.failures = tokenizer, 0, 0, 0
         self.pause_s, self.at_once, self.most_at_once = 0.0, 0, 0
 
@@ -103,9 +109,62 @@ class Teacher:
         finally:
             self.at_once -= 1
         ids = given["input_ids"] or self.tokenizer(given["text"])["input_ids"]
-        ids = ids[given["logprob_start_len"] :]
-        triples = [[None if i == 0 else -token / 100, token, None] for i, token in enumerate(ids)]
-        return web.json_response({"output_ids": [], "meta_info": {"input_token_logprobs": triples}})
+        start, top_k = given["logprob_start_len"], given.get("top_logprobs_num", 0)
+        known = [-token / 100 for token in ids[1:]] if self.model is None else logprobs_of(self.model, ids).tolist()
+        said = {"input_token_logprobs": [[None, ids[start], None], *zip_triples(known[start:], ids[start + 1 :])]}
+        if top_k:
+            values, tokens = all_logprobs(self.model, ids)[start:].topk(top_k)
+            said["input_top_logprobs"] = [None, *map(zip_triples, values.tolist(), tokens.tolist())]
+        return web.json_response({"output_ids": [], "meta_info": said})
+
+
+def zip_triples(logprobs, tokens):
+    return [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
+
+
+def test_the_most_probable_tokens_teach_the_same_from_a_server_and_in_every_layout(task, tmp_path):
+    file, folder = task
+    top_k, key = 5, "distillation.teachers.default"
+    values = (f"distillation.top_k={top_k}", "batch.mini_batch_groups=6", *NO_EVALUATION)
+    from_folder = (f"{key}.path={folder}", *values, "num_steps=1")
+    finish(start(file, 1, tmp_path / "one", *from_folder), tmp_path / "one")
+    (first,) = read_metrics(tmp_path / "one" / "metrics.jsonl")
+    teacher, policy = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (folder, file.parent / "model")
+    )
+    distances = []
+    for row in pq.read_table(tmp_path / "one" / "samples" / "step_00000001.parquet").to_pylist():
+        if row["trainer_logprobs"]:
+            tokens = [*row["prompt_ids"], *row["token_ids"]]
+            p, q = (all_logprobs(model, tokens)[len(row["prompt_ids"]) - 1 :].double() for model in (policy, teacher))
+            q, ids = q.topk(top_k)
+            p = p.gather(1, ids)
+            rest, of_teacher = ((1 - x.exp().sum(-1)).log() for x in (p, q))
+            distances.append((p.exp() * (p - q)).sum(-1) + rest.exp() * (rest - of_teacher))
+            assert row["advantage"] == 0
+    assert first["policy/kl_to_teacher"] == pytest.approx(float(torch.cat(distances).mean()), abs=1e-5)
+    # The loss is it.
+    assert first["policy/loss"] == pytest.approx(first["policy/kl_to_teacher"], abs=1e-6)
+    assert "policy/grad_norm" in first
+    served = tmp_path / "served"
+    stand_in = Teacher(load_tokenizer(str(file.parent / "model")), teacher)
+    with serving(stand_in.answer) as url:
+        given = [f"{key}.urls=[{url}]", *values, "num_steps=2", "checkpoint.every=1", f"output_dir={served}"]
+        run_training(load_config(RunConfig, file, given))
+        stop_processes()
+    for layout in ("tensor", "pipeline", "context"):
+        finish(start(file, 2, tmp_path / layout, *from_folder, f"parallel.{layout}=2"), tmp_path / layout)
+    for run in ("served", "tensor", "pipeline", "context"):
+        found = read_metrics(tmp_path / run / "metrics.jsonl")[0]
+        for name in ("policy/kl_to_teacher", "policy/teacher_logprob", "policy/loss", "policy/grad_norm"):
+            assert found[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6), (run, name)
+    # What the server said is kept: it is gone.
+    replayed = replay(served, 2)
+    assert {d.name for d in replayed.all} >= {"policy/kl_to_teacher"}
+    assert [d for d in replayed.all if d.largest] == []
+    stop_processes()
+    with pytest.raises(InputError, match=r"distillation\.top_k=9999 is more than the \d+ tokens of model\.path; lower"):
+        run_training(load_config(RunConfig, file, [*from_folder, "distillation.top_k=9999", f"output_dir={served}x"]))
 
 
 def test_a_teacher_that_dies_in_a_step_is_told_and_nothing_is_lost(task, tmp_path):
@@ -174,6 +233,13 @@ def test_changed_teachers_take_effect_at_a_resume(task, tmp_path):
             expected = logprobs_of(model, [*row["prompt_ids"], *row["token_ids"]])[len(row["prompt_ids"]) - 1 :]
             distances = np.array(row["trainer_logprobs"]) - expected
             np.testing.assert_allclose(row["advantages"], 2 * advantage - 0.5 * distances, atol=1e-4)
+    # Over the most probable tokens the teacher is in the loss, and advantages are the reward's.
+    resumed(f"{key}.path={folder}", *changes[:2], "distillation.top_k=3", "num_steps=4")
+    rows = pq.read_table(tmp_path / "run" / "samples" / "step_00000004.parquet").to_pylist()
+    groups = groupby((row for row in rows if row["trainer_logprobs"]), lambda row: row["group"])
+    for members in (list(members) for _, members in groups):
+        advantages = GroupNormAdvantage().of_group([row["reward"] for row in members])
+        np.testing.assert_allclose([row["advantage"] for row in members], 2 * np.array(advantages), atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -216,10 +282,23 @@ def test_a_real_server_scores_what_its_model_gives_the_sampled_tokens(served, mo
     expected = partial(logprobs_of, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     one, two, three = (member.teacher_logprobs for member in scored.trajectories)
     np.testing.assert_allclose(one, expected([*prompt, 50, 60, 1])[2:], atol=1e-4)
-    whole = expected([*prompt, 50, 60, 70, 80, 90, 1])[2:]
+    whole_tokens = [*prompt, 50, 60, 70, 80, 90, 1]
+    whole = expected(whole_tokens)[2:]
     np.testing.assert_allclose(two, whole * answers[1].sampled, atol=1e-4)
     np.testing.assert_allclose(three[:2], one[:2], atol=1e-4)
     np.testing.assert_allclose(three[2:], [0, 0, *expected([25, 35, 90, 1])[1:]], atol=1e-4)
     assert teachers.scored([scored])[0].trajectories[0] is scored.trajectories[0]
+    # What is known without the most probable tokens is asked again with them.
+    asking = TeacherServers(config.model_copy(update={"top_k": 4}), load_tokenizer(str(folder)))
+    with_top = asking.scored([scored])[0]
+    of_model = all_logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), whole_tokens)
+    expected_top = of_model[2:].topk(4)
+    member = with_top.trajectories[1]
+    ids, logprobs = (x.reshape(6, 4) for x in (member.teacher_top_ids, member.teacher_top_logprobs))
+    is_sampled = torch.from_numpy(member.sampled)
+    assert ids.tolist() == (expected_top.indices * is_sampled[:, None]).tolist()
+    np.testing.assert_allclose(logprobs, expected_top.values * is_sampled[:, None], atol=1e-4)
+    np.testing.assert_allclose(member.teacher_logprobs, two, atol=1e-5)
+    assert asking.scored([with_top])[0].trajectories[1] is member
     with pytest.raises(InputError, match=r"distillation.teachers.math has another tokenizer than the policy: it reads"):
         TeacherServers(config, build_byte_tokenizer())

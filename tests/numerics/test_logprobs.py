@@ -38,7 +38,7 @@ def reference(hidden, weight, targets, temperature, vocab=VOCAB):
     return leaves, logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-def unfused(hidden, weight, targets, *, temperature, vocab_size, group, with_entropy=True):
+def unfused(hidden, weight, targets, *, temperature, vocab_size, group, with_entropy=True, **more):
     return vocab_parallel_logprobs(
         hidden @ weight.T,
         torch.arange(len(hidden)),
@@ -47,6 +47,7 @@ def unfused(hidden, weight, targets, *, temperature, vocab_size, group, with_ent
         vocab_size=vocab_size,
         group=group,
         with_entropy=with_entropy,
+        **more,
     )
 
 
@@ -90,6 +91,53 @@ def test_values_and_gradients_equal_float64(group, in_chunks, temperature, chunk
     for a, b in zip(mine, exact, strict=True):
         assert_near(a, b, 3 * bound)
     assert mine[1][VOCAB:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("chunk", [7, None])
+def test_more_tokens_of_each_position_and_their_gradients_equal_float64(group, in_chunks, chunk, with_entropy):
+    hidden, weight, targets = inputs()
+    others = torch.stack([torch.randperm(VOCAB, generator=torch.Generator().manual_seed(i))[:5] for i in range(TOKENS)])
+    others[::3, 1], others[1::3, 4] = -1, VOCAB + 1  # Of none, and of padding.
+    settings = {"temperature": 0.6, "vocab_size": VOCAB, "group": group, "with_entropy": with_entropy}
+    *got, of_others = in_chunks(chunk)(hidden, weight, targets, **settings, others=others)
+    leaves, *expected = reference(hidden, weight, targets, 0.6)
+    expected[1] = expected[1] * with_entropy
+    logp = torch.log_softmax(leaves[0] @ leaves[1][:VOCAB].T / 0.6, dim=-1)
+    is_there = (others >= 0) & (others < VOCAB)
+    exact = logp.gather(1, others.where(is_there, 0)) * is_there
+    assert_near(of_others * is_there, exact, 1e-6)
+    assert (of_others[~is_there] == -1e30).all()
+    factors = torch.linspace(-2, 3, others.numel()).view(others.shape)
+    for mine, theirs in ((of_others, exact), (of_others.where(is_there, 0), exact)):
+        with_others = [(mine * factors * is_there).sum(), (theirs * factors).sum()]
+        found = torch.autograd.grad(got[0].sum() + got[1].sum() + with_others[0], [hidden, weight], retain_graph=True)
+        wanted = torch.autograd.grad(sum(x.sum() for x in expected) + with_others[1], leaves, retain_graph=True)
+        for a, b in zip(found, wanted, strict=True):
+            assert_near(a, b, 3e-6)
+    # Alone, and of those of no token.
+    (alone,) = torch.autograd.grad((of_others * factors).where(~is_there, 0).sum(), [weight])
+    assert not alone.any()
+
+
+@pytest.mark.parametrize("top_k", [3, VOCAB])
+def test_the_most_probable_tokens_are_those_of_float64(group, in_chunks, top_k):
+    hidden, weight, targets = inputs()
+    weight.data[VOCAB:] = 9.0  # Padding is none of them.
+    settings = {"temperature": 0.6, "vocab_size": VOCAB, "group": group}
+    *_, logprobs, ids = in_chunks(7)(hidden, weight, targets, **settings, top_k=top_k)
+    leaves, *_ = reference(hidden, weight, targets, 0.6)
+    expected = torch.log_softmax(leaves[0] @ leaves[1][:VOCAB].T / 0.6, dim=-1).topk(top_k)
+    assert torch.equal(ids.long(), expected.indices)
+    assert_near(logprobs, expected.values.detach(), 1e-6)
+
+
+def test_more_tokens_that_do_not_fit_are_refused(group):
+    settings = {"temperature": 1.0, "vocab_size": VOCAB, "group": group}
+    with pytest.raises(ValueError, match=r"others \(50,\) must be \[N, k\] with N = 50"):
+        output_logprobs(*inputs(), **settings, others=inputs()[2])
+    with pytest.raises(ValueError, match="top_k=38 is more than the 37 tokens of the vocabulary"):
+        output_logprobs(*inputs(), **settings, top_k=38)
 
 
 def test_logits_of_other_rows_get_no_gradient(group):

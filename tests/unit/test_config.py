@@ -227,7 +227,9 @@ def test_a_teacher_alone_needs_no_unequal_rewards(file):
     run = load_config(RunConfig, file, [teacher, "batch.group_size=1"])
     assert (run.algorithm.dynamic_sampling, run.algorithm.advantage.kind) == (False, "reward")
     assert [run.distillation.number_of(source) for source in ("", "math", "law")] == [0, 1, 0]
-    assert run.scores_before_updates
+    once = [teacher, "batch.groups_per_step=32"]
+    assert load_config(RunConfig, file, once).scores_before_updates
+    assert not load_config(RunConfig, file, [*once, "distillation.top_k=4"]).scores_before_updates
     with pytest.raises(InputError, match=r"dynamic_sampling=true would drop groups whose rewards are equal"):
         load_config(RunConfig, file, [teacher, "algorithm.dynamic_sampling=true"])
     both = load_config(RunConfig, file, [teacher, "distillation.reward_weight=1"])

@@ -43,7 +43,7 @@ def run(
     rows = torch.arange(tokens, device=device)
     group = _single_process_group()
 
-    def unfused() -> tuple[Tensor, Tensor]:
+    def unfused() -> tuple[Tensor, ...]:
         return vocab_parallel_logprobs(
             states @ weight.t(),
             rows,
@@ -54,7 +54,7 @@ def run(
             with_entropy=with_entropy,
         )
 
-    def fused() -> tuple[Tensor, Tensor]:
+    def fused() -> tuple[Tensor, ...]:
         return output_logprobs(
             states,
             weight,
@@ -66,7 +66,7 @@ def run(
             chunk_positions=chunk_positions,
         )
 
-    def step(forward: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    def step(forward: Callable[[], tuple[Tensor, ...]]) -> None:
         logprobs, entropy = forward()
         torch.autograd.grad(logprobs.sum() + entropy.sum(), [states, weight])
 

@@ -157,6 +157,28 @@ def parse_prompt_logprobs(body: Any, token_ids: TokenIds) -> LogProbs:
     return np.minimum(values, np.float32(0.0))
 
 
+@_engines_fault()
+def parse_prompt_top(body: Any, num_tokens: int, top_k: int) -> tuple[TokenIds, LogProbs]:
+    """The `top_k` most probable tokens in place of each of `num_tokens` behind `logprob_start_len`, with log-probs,
+    [num_tokens, top_k] each. Raises MalformedAnswer, also where there are not as many."""
+    rows = (_fields(body)[1].get("input_top_logprobs") or [None])[1:] if top_k else [[]] * num_tokens
+    name = f"its prompt's {top_k} most probable tokens"
+    found = [len(row or ()) for row in rows]
+    if found != [top_k] * num_tokens:
+        raise MalformedAnswer("logprobs", f"{name} are missing at some of {num_tokens} tokens: it has {found[:100]}")
+    if not _INTEGERS.issuperset(type(triple[1]) for row in rows for triple in row):
+        raise MalformedAnswer("logprobs", f"{name} are not triples of log-prob, token id and text")
+    ids = np.array([[triple[1] for triple in row] for row in rows], np.int32).reshape(num_tokens, top_k)
+    flat = [triple for row in rows for triple in row]
+    logprobs = _float32(flat, [triple[1] for triple in flat], name).reshape(num_tokens, top_k)
+    repeats = any(len({*row}) < top_k for row in ids.tolist())
+    if (ids < 0).any() or repeats or not (np.isfinite(logprobs) & (logprobs <= _MAX_ROUNDING)).all():
+        raise MalformedAnswer(
+            "logprobs", f"{name} are below 0 or twice there, or their log-probs not finite or above 0"
+        )
+    return ids, np.minimum(logprobs, np.float32(0.0))
+
+
 def _prompt_logprobs(meta_info: dict[str, Any], token_ids: TokenIds) -> LogProbs:
     triples = meta_info.get("input_token_logprobs")
     values = _float32(triples, token_ids.tolist(), "its prompt's log-probs", start=1, or_null=True)

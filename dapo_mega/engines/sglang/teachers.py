@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from dapo_mega.config import DistillationConfig
-from dapo_mega.engines.sglang.api import MalformedAnswer, parse_prompt_logprobs
+from dapo_mega.engines.sglang.api import MalformedAnswer, parse_prompt_logprobs, parse_prompt_top
 from dapo_mega.errors import FleetError, InputError
 from dapo_mega.rewards.endpoints import Endpoints, EndpointSettings, Unanswered
 from dapo_mega.types import Group, LogProbs, Prompt, ScoredTrajectory, TokenIds
+
+_Said = tuple[LogProbs, TokenIds, LogProbs]
+"""Of the tokens behind a request's first: log-probs [n], and the most probable tokens with theirs, [n, k] each."""
 
 _NUM_PROBED = 200
 """Of the policy's tokens, at equal distances, whose text a teacher must read as the policy does."""
@@ -34,35 +37,37 @@ class TeacherServers:
             self._check(number, tokenizer)
 
     def scored(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with their teachers' log-probs. Raises FleetError where a teacher did not answer."""
-        found: dict[int, LogProbs] = {}
+        """The groups with what their teachers say. Raises FleetError where a teacher did not answer."""
+        found: dict[int, _Said] = {}
+        top_k = self._distillation.top_k
         for number in self._endpoints:
             of_teacher = (g for g in groups if self._distillation.number_of(g.prompt.data_source) == number)
             asked = [
                 (member, piece)
                 for group in of_teacher
                 for member in group.trajectories
-                if not len(member.teacher_logprobs)
+                if not len(member.teacher_logprobs) or len(member.teacher_top_ids) != top_k * member.num_rows
                 for piece in _pieces(group.prompt, member)
             ]
-            bodies = [_body(tokens, first - 1) for _, (tokens, first, _) in asked]
+            bodies = [_body(tokens, first - 1, top_k) for _, (tokens, first, _) in asked]
             answers = self._without_gaps(number, self._endpoints[number].post_all(bodies))
             for (member, (*_, rows)), answer in zip(asked, answers, strict=True):
-                logprobs = found.setdefault(member.id, np.zeros(member.num_rows, np.float32))
-                logprobs[rows] = answer
-                logprobs[~member.sampled] = 0.0
+                for values, own in zip(
+                    found.setdefault(member.id, _nothing(member.num_rows, top_k)), answer, strict=True
+                ):
+                    values[rows] = own
+                    values[~member.sampled] = 0
         return [
             replace(
                 group,
                 trajectories=tuple(
-                    replace(member, teacher_logprobs=found[member.id]) if member.id in found else member
-                    for member in group.trajectories
+                    _with(member, *found[member.id]) if member.id in found else member for member in group.trajectories
                 ),
             )
             for group in groups
         ]
 
-    def _without_gaps(self, number: int, answers: Sequence[LogProbs | Unanswered]) -> list[LogProbs]:
+    def _without_gaps(self, number: int, answers: Sequence[_Said | Unanswered]) -> list[_Said]:
         gaps = [answer.reason for answer in answers if isinstance(answer, Unanswered)]
         if gaps:
             raise FleetError(
@@ -95,6 +100,15 @@ class TeacherServers:
             )
 
 
+def _nothing(num_rows: int, top_k: int) -> _Said:
+    shape = (num_rows, top_k)
+    return np.zeros(num_rows, np.float32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+
+
+def _with(member: ScoredTrajectory, logprobs: LogProbs, ids: TokenIds, top: LogProbs) -> ScoredTrajectory:
+    return replace(member, teacher_logprobs=logprobs, teacher_top_ids=ids.ravel(), teacher_top_logprobs=top.ravel())
+
+
 def _pieces(prompt: Prompt, member: ScoredTrajectory) -> Iterator[tuple[TokenIds, int, slice]]:
     """The sequences of a trajectory that have sampled tokens: all their tokens, the place there of the first sampled
     one, and the trajectory's rows from it on."""
@@ -106,23 +120,27 @@ def _pieces(prompt: Prompt, member: ScoredTrajectory) -> Iterator[tuple[TokenIds
             yield tokens, len(before) + int(sampled[0]), slice(start + int(sampled[0]), stop)
 
 
-def _body(token_ids: TokenIds, start: int) -> dict[str, Any]:
-    """Of a call that scores the tokens behind the one at `start`; SGLang's cache may have those before it."""
+def _body(token_ids: TokenIds, start: int, top_k: int = 0) -> dict[str, Any]:
+    """Of a call that scores the tokens behind the one at `start`, and says the `top_k` most probable ones in place of
+    each; SGLang's cache may have those before it."""
     return {
         "input_ids": token_ids.tolist(),
         "sampling_params": {"max_new_tokens": 0},
         "return_logprob": True,
         "logprob_start_len": start,
+        **({"top_logprobs_num": top_k} if top_k else {}),
     }
 
 
 def _read(request: Mapping[str, Any], answer: Any) -> Any:
-    """Log-probs [L - 1 - start] of the tokens behind `logprob_start_len`; of a text the ids of its tokens. Raises
-    ValueError for an answer that does not fit."""
+    """What is said of the tokens behind `logprob_start_len`; of a text the ids of its tokens. Raises ValueError for an
+    answer that does not fit."""
     try:
         if request["input_ids"] is None:
             return [token_id for _, token_id, *_ in answer["meta_info"]["input_token_logprobs"]]
-        return parse_prompt_logprobs(answer, np.array(request["input_ids"][request["logprob_start_len"] :]))
+        tokens = np.array(request["input_ids"][request["logprob_start_len"] :])
+        top = parse_prompt_top(answer, len(tokens) - 1, request.get("top_logprobs_num", 0))
+        return parse_prompt_logprobs(answer, tokens), *top
     except MalformedAnswer as error:
         raise ValueError(f"the answer cannot be used: {error}") from None
     except (LookupError, TypeError):

@@ -134,7 +134,7 @@ def test_a_trajectory_of_several_turns_is_its_tokens_with_a_mask():
         prompt.token_ids, ids[:5], logprobs[:5], advantage=0.5, num_off_policy=2, engine_ids=[0, 0, 0, 0, 1]
     )
     plain = replace(plain, turns=torch.tensor([0, 0, 0, 0, 0, 0, 1], dtype=torch.int8))
-    for f in (f for f in fields(Sample) if f.name != "routes"):
+    for f in (f for f in fields(Sample) if getattr(plain, f.name).dim() == 1):
         outside = torch.full_like(getattr(plain, f.name), f.metadata["outside"])
         expected = plain.token_ids if f.name == "token_ids" else torch.where(mask, getattr(plain, f.name), outside)
         assert torch.equal(getattr(first.columns, f.name), expected), f.name
@@ -143,6 +143,16 @@ def test_a_trajectory_of_several_turns_is_its_tokens_with_a_mask():
     assert second.columns.rollout_logprobs.tolist() == [0, 0, 0, -1]
     assert second.columns.sample_ids.tolist() == [-1, -1, -1, 1]
     assert second.columns.turns.tolist() == [0, 0, 0, 2]
+    # What a teacher said of each row; of a folder's nothing is known yet.
+    top = {"teacher_top_ids": np.arange(18, dtype=np.int32), "teacher_top_logprobs": -np.arange(18, dtype=np.float32)}
+    distillation = {"teachers": {"default": {"path": "t"}}, "top_k": 2}
+    taught = RunConfig.model_validate({**paths, "distillation": distillation})
+    asked = samples_of_groups([Group(prompt, (replace(found[0], **top), found[1]))], taught, version=4)
+    first, second, without, _ = asked.split([1] * 4)
+    assert first.columns.teacher_top_ids.tolist() == [[-1, -1]] * 2 + [[0, 1], [2, 3]] + [[-1, -1]] * 2 + [[8, 9]]
+    assert second.columns.teacher_top_logprobs[-1].tolist() == [-16, -17]
+    assert (second.columns.teacher_top_logprobs[:-1] == -1e30).all()
+    assert (without.columns.teacher_top_ids == -1).all()
     # A position that predicts a token went through the experts of the token before; no position predicts a first one.
     assert first.columns.routes.flatten().tolist() == [-1, 0, 1, 2, 3, 4, 5]
     assert second.columns.routes.flatten().tolist() == [-1, 7, 8, 9]

@@ -1,6 +1,7 @@
 """Responses in a checkpoint: versions of their tokens survive, and checkpoints of before there were any load."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +30,23 @@ TURNS = Trajectory(
 )
 
 
-@pytest.mark.parametrize("trajectories", [[], list(map(Trajectory.of, ANSWERS)), [Trajectory.of(ANSWERS[0]), TURNS]])
+TAUGHT = replace(
+    Trajectory.of(ANSWERS[2]),
+    teacher_logprobs=-np.arange(4, dtype=np.float32),
+    teacher_top_ids=np.arange(12, dtype=np.int32),
+    teacher_top_logprobs=-np.arange(12, dtype=np.float32),
+)
+
+
+@pytest.mark.parametrize(
+    "trajectories",
+    [
+        [],
+        list(map(Trajectory.of, ANSWERS)),
+        [Trajectory.of(ANSWERS[0]), TURNS],
+        [Trajectory.of(ANSWERS[0]), TAUGHT, Trajectory.of(ANSWERS[2]), TAUGHT],
+    ],
+)
 def test_trajectories_survive_a_round_trip_through_json_and_arrays(trajectories):
     records, arrays = pack_trajectories(trajectories, "name")
     assert ("name/sampled" in arrays) == (TURNS in trajectories)

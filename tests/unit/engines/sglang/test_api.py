@@ -17,6 +17,7 @@ from dapo_mega.engines.sglang.api import (
     generate_payload,
     joined,
     parse_answer,
+    parse_prompt_top,
     parse_scores,
     unfit,
 )
@@ -237,6 +238,38 @@ def test_values_of_wrong_kinds_anywhere_in_an_answer_are_its_fault_and_never_rea
 
 def test_rounding_of_a_certain_token_is_cut_to_zero():
     assert parsed(answer([1, 2, 3, 4], logprobs=[-1.0, 1e-7, -1.0, -1.0])).logprobs[1] == 0.0
+
+
+TOP = [None, [[-0.1, 4, None], [-3.0, 0, None]], [[-0.7, 1, None], [1e-6, 7, None]]]
+
+
+def test_the_most_probable_tokens_of_a_prompt_are_read():
+    ids, logprobs = parse_prompt_top({"output_ids": [], "meta_info": {"input_top_logprobs": TOP}}, 2, 2)
+    assert ids.tolist() == [[4, 0], [1, 7]]
+    np.testing.assert_array_equal(logprobs, np.array([[-0.1, -3], [-0.7, 0]], np.float32))
+    assert [x.shape for x in parse_prompt_top({"output_ids": [], "meta_info": {}}, 2, 0)] == [(2, 0), (2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (None, "its prompt's 2 most probable tokens are missing at some of 2 tokens"),
+        (TOP[:2], "missing at some"),
+        ([*TOP, TOP[1]], "missing at some"),
+        ([None, TOP[1], None], "missing at some"),
+        ([None, TOP[1], TOP[1][:1]], "missing at some"),
+        ([None, TOP[1], [[-0.7, 1, None], [-0.9, 1.5, None]]], "not triples"),
+        ([None, TOP[1], [[-0.7, 1, None], ["-1", 2, None]]], "not triples"),
+        ([None, TOP[1], [[-0.7, 1, None], [-0.9, 1, None]]], "twice"),
+        ([None, TOP[1], [[-0.7, 1, None], [-0.9, -1, None]]], "below 0"),
+        ([None, TOP[1], [[-0.7, 1, None], [0.9, 2, None]]], "above 0"),
+        ([None, TOP[1], [[-0.7, 1, None], [-float("inf"), 2, None]]], "not finite"),
+        ([None, TOP[1], [[-0.7, 1, None], [-0.9, 2**40, None]]], "cannot be read"),
+    ],
+)
+def test_most_probable_tokens_that_do_not_fit_are_refused(said, reason):
+    with pytest.raises(MalformedAnswer, match=reason):
+        parse_prompt_top({"output_ids": [], "meta_info": {"input_top_logprobs": said}}, 2, 2)
 
 
 def test_a_server_that_reports_one_version_is_believed():
