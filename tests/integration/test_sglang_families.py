@@ -25,7 +25,7 @@ PROMPT, NUM_TOKENS = [5, 6, 7, 8, 40, 41, 42], 24
 @pytest.mark.parametrize(
     ("make", "options", "modules"),
     [
-        pytest.param(partial(make_olmo3_model, **SIZES), (), None, id="olmo3"),
+        pytest.param(partial(make_olmo3_model, **SIZES), (), None, id="olmo3", marks=pytest.mark.whole_table),
         # SGLang refuses gpt-oss with `torch_native`, takes `intel_amx`, and then uses `torch_native` where that is not.
         pytest.param(
             partial(make_gpt_oss_model, **SIZES), ("--", "--attention-backend", "intel_amx"), SINKS, id="gpt_oss"
