@@ -93,8 +93,10 @@ def test_values_equal_those_of_a_token_classifier(checkpoints, processes, kind):
             head = load_file(checkpoints[kind] / "model.safetensors")["score.weight"].float()
             expected = transformers_values(load_without_head(checkpoints[kind]), samples, head)
     assert float(expected.std()) > 0.1
-    torch.testing.assert_close(packed, expected, rtol=1e-5, atol=2e-5)
-    torch.testing.assert_close(single, expected, rtol=1e-5, atol=2e-5)
+    # Of gated delta layers transformers' values are up to 4e-5 from float64, and these 2e-5.
+    tolerance = 1e-4 if kind == "qwen3_next" else 2e-5
+    torch.testing.assert_close(packed, expected, rtol=1e-5, atol=tolerance)
+    torch.testing.assert_close(single, expected, rtol=1e-5, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["qwen2, tied", "llama", "qwen3_moe"])
