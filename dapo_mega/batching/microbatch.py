@@ -79,14 +79,12 @@ class MicroBatch:
 
     def with_teacher_top(self, of_models: Mapping[int, tuple[Tensor, Tensor]]) -> MicroBatch:
         """The micro-batch with those ids and log-probs [N, k] of the teachers that have no server, by number."""
-        ids, logprobs = self.teacher_top
-        teachers = self.of_responses(self.targets.teachers)[:, None]
-        for number, (own_ids, own_logprobs) in of_models.items():
-            ids = torch.where(teachers == number, own_ids.to(ids), ids)
-            logprobs = torch.where(teachers == number, own_logprobs.to(logprobs), logprobs)
-        targets, is_response = self.targets, self.targets.response_mask
+        targets = self.targets
         all_ids, all_logprobs = targets.teacher_top_ids.clone(), targets.teacher_top_logprobs.clone()
-        all_ids[is_response], all_logprobs[is_response] = ids, logprobs
+        for number, (ids, logprobs) in of_models.items():
+            is_taught = targets.response_mask & (targets.teachers == number)
+            own = self.of_responses(targets.teachers) == number
+            all_ids[is_taught], all_logprobs[is_taught] = ids[own].to(all_ids), logprobs[own].to(all_logprobs)
         return replace(self, targets=replace(targets, teacher_top_ids=all_ids, teacher_top_logprobs=all_logprobs))
 
     def places(self) -> tuple[Tensor, Tensor]:

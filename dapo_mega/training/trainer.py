@@ -327,20 +327,18 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
     ) -> tuple[list[MicroBatch], Metrics]:
         """Ask the teachers that are here. The policy's distances from all are kept for `_set_targets`, or with `top_k`
         the micro-batches get what the teachers said."""
-        top_k, own = distillation.top_k, self._scored.scores
+        top_k = distillation.top_k
         of_models = {number: teacher.score(everything, top_k=top_k) for number, teacher in self.teachers.items()}
         distances: list[Tensor] = []
         taught: list[tuple[Tensor, Tensor]] = []
         batches = list(everything)
         for i, micro in enumerate(everything if self.processes.is_last_stage else ()):
             found, has_teacher = micro.teacher_logprobs({number: of[i].logprobs for number, of in of_models.items()})
-            of_policy = own[i]
             distance = torch.zeros(len(found))
             if top_k:
-                tops = {number: (of[i].other_ids, of[i].others) for number, of in of_models.items()}
-                batches[i] = micro.with_teacher_top(tops)
-            elif of_policy:
-                distance = (of_policy.logprobs.float().cpu() - found) * has_teacher
+                batches[i] = micro.with_teacher_top({n: (of[i].other_ids, of[i].others) for n, of in of_models.items()})
+            elif own := self._scored.scores[i]:
+                distance = (own.logprobs.float().cpu() - found) * has_teacher
             distances.append(distance)
             taught.append((distance[has_teacher], found[has_teacher]))
         self._scored.distances = distances

@@ -109,12 +109,11 @@ def test_more_tokens_of_each_position_and_their_gradients_equal_float64(group, i
     assert_near(of_others * is_there, exact, 1e-6)
     assert (of_others[~is_there] == -1e30).all()
     factors = torch.linspace(-2, 3, others.numel()).view(others.shape)
-    for mine, theirs in ((of_others, exact), (of_others.where(is_there, 0), exact)):
-        with_others = [(mine * factors * is_there).sum(), (theirs * factors).sum()]
-        found = torch.autograd.grad(got[0].sum() + got[1].sum() + with_others[0], [hidden, weight], retain_graph=True)
-        wanted = torch.autograd.grad(sum(x.sum() for x in expected) + with_others[1], leaves, retain_graph=True)
-        for a, b in zip(found, wanted, strict=True):
-            assert_near(a, b, 3e-6)
+    with_others = [(of_others.where(is_there, 0) * factors).sum(), (exact * factors).sum()]
+    found = torch.autograd.grad(got[0].sum() + got[1].sum() + with_others[0], [hidden, weight], retain_graph=True)
+    wanted = torch.autograd.grad(sum(x.sum() for x in expected) + with_others[1], leaves)
+    for a, b in zip(found, wanted, strict=True):
+        assert_near(a, b, 3e-6)
     # Alone, and of those of no token.
     (alone,) = torch.autograd.grad((of_others * factors).where(~is_there, 0).sum(), [weight])
     assert not alone.any()
