@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,7 @@ class CheckpointStore(CheckpointFolders):
         if failure is None and self._writing.is_pending:
             return
         self._unfinished_step = None
-        checksums = self._check(policy, failure, step)
+        checksums = self._check(policy, failure, step, self._checksums)
         if policy.processes.rank == 0:
             failure = _attempt(lambda: self.complete(step, checksums))
         self._check(policy, failure, step)
@@ -214,11 +215,13 @@ class CheckpointStore(CheckpointFolders):
         _restore_rng(policy, arrays)
         return LoopState(step, values, arrays)
 
-    def _check(self, policy: TrainedModel, failure: str | None, step: int) -> dict[str, int]:
+    def _check(
+        self, policy: TrainedModel, failure: str | None, step: int, checksums: Mapping[str, int] = MappingProxyType({})
+    ) -> dict[str, int]:
         """Raise on all ranks if one failed, and remove the partial checkpoint. Returns the checksums of all ranks'
-        files."""
+        files, each of which gives its own once they are written."""
         outcomes: list[Any] = [None] * policy.processes.world_size
-        dist.all_gather_object(outcomes, (failure, self._checksums), group=policy.processes.control)
+        dist.all_gather_object(outcomes, (failure, dict(checksums)), group=policy.processes.control)
         reason = next((failure for failure, _ in outcomes if failure), None)
         if reason is not None:
             raise self._refusal(policy, reason, step)
