@@ -5,28 +5,20 @@ import re
 import runpy
 import subprocess
 
-import numpy as np
 import pandas as pd
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama import modeling_llama
 
 from dapo_mega.config import RunConfig, load_config
-from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.metrics import read_metrics
 from dapo_mega.training.run import run_training
-from dapo_mega.types import GenerationRequest, SamplingParams
 from tests.distributed.tiny import make_llama_model
 
 from .runs import REPOSITORY
-from .sglang_servers import call, serving_engines, sglang_python
 
 pytestmark = pytest.mark.integration
 RECIPE = REPOSITORY / "configs" / "recipes" / "real_model"
 MODEL = os.environ.get("DAPO_MEGA_REAL_MODEL", "")
-NUM_PROMPTS, NEW_TOKENS = 8, 24
-NEAR_TIE = 1e-3  # Between the logits of two tokens: which of them is first is a matter of rounding.
 
 
 @pytest.fixture
@@ -123,50 +115,3 @@ def test_the_recipe_takes_a_step(data, tmp_path, capsys):
     assert step["policy/grad_norm"] > 0
     assert step["mismatch/logprob_abs_diff_mean"] < 0.2  # bf16, by transformers and by Megatron-Core.
     assert "⟦<|im_start|>⟧user" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(not MODEL, reason="set DAPO_MEGA_REAL_MODEL to what tools/make_real_model.py has made")
-@pytest.mark.slow
-def test_both_engines_answer_as_transformers_token_by_token(data, tmp_path):
-    sglang_python()  # Skips without one.
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    texts = [*data["eval-problems"].problem[: NUM_PROMPTS // 2], *data["eval-facts"].problem[: NUM_PROMPTS // 2]]
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
-    reference = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    expected = [greedy_answer(reference, prompt) for prompt in prompts]
-    embedded = EmbeddedEngine(MODEL, max_batch_rows=3)
-    embedded.load_weights([list(reference.state_dict().items())], version=0)
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, stop_token_ids=())
-    requests = [GenerationRequest(i, np.array(ids, np.int32), i, sampling) for i, ids in enumerate(prompts)]
-    answers = {"embedded": [response.token_ids.tolist() for response in embedded.generate(requests)]}
-    with serving_engines(MODEL, tmp_path / "served", 1, "--dtype", "fp32") as launcher:
-        greedy = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-        body = {"input_ids": prompts, "sampling_params": greedy}
-        answers["SGLang"] = [answer["output_ids"] for answer in call(launcher.urls[0], "/generate", body)[1]]
-    for engine, of_engine in answers.items():
-        differences = [
-            first_difference(reference, *sequences) for sequences in zip(prompts, expected, of_engine, strict=True)
-        ]
-        print(f"{engine}: first differing tokens and logit gaps: {[d for d in differences if d]}")
-        assert differences.count(None) > NUM_PROMPTS * 0.8
-        assert all(gap < NEAR_TIE for _, gap in filter(None, differences)), engine
-
-
-@torch.inference_mode()
-def greedy_answer(model, prompt):
-    ids = torch.tensor([prompt])
-    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "eos_token_id": None}
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **settings)
-    return output[0, len(prompt) :].tolist()
-
-
-@torch.inference_mode()
-def first_difference(model, prompt, expected, answer):
-    """(place, how much less likely the model finds the answer's token there, in logits); None for equal answers."""
-    assert len(answer) == len(expected) == NEW_TOKENS
-    place = next((i for i, pair in enumerate(zip(expected, answer, strict=True)) if len(set(pair)) > 1), None)
-    if place is None:
-        return None
-    logits = model(torch.tensor([[*prompt, *expected[:place]]])).logits[0, -1]
-    return place, (logits[expected[place]] - logits[answer[place]]).item()

@@ -16,6 +16,7 @@ from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.types import GenerationRequest, SamplingParams
+from tests.integration.sglang_servers import call, serving_engines, sglang_python
 
 MODEL = os.environ.get("DAPO_MEGA_REAL_MODEL", "")
 pytestmark = pytest.mark.skipif(not MODEL, reason="set DAPO_MEGA_REAL_MODEL to what tools/make_real_model.py has made")
@@ -66,23 +67,40 @@ def test_an_export_is_the_model_bit_by_bit(processes, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template
 
 
+def checked_logprobs(reference, prompts, answers):
+    """transformers' log-probs of the answers' tokens, each of which was seen to be its likeliest."""
+    for number, (ids, answer) in enumerate(zip(prompts, answers, strict=True)):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([*ids, *answer])[None]).logits[0, len(ids) - 1 : -1]
+        two, likeliest = logits.topk(2)
+        assert len(answer) == NEW_TOKENS
+        for place, is_tie in enumerate((two[:, 0] - two[:, 1] < NEAR_TIE).tolist()):
+            assert answer[place] in (likeliest[place] if is_tie else likeliest[place, :1]), (number, place)
+        yield logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
 def test_greedy_answers_are_those_of_transformers_which_the_policy_scores_alike(processes, reference, prompts):
-    engine = EmbeddedEngine(MODEL)
+    engine = EmbeddedEngine(MODEL, max_batch_rows=20)
     engine.load_weights([list(reference.state_dict().items())], version=0)
     sampling = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, stop_token_ids=())
     requests = [GenerationRequest(i, np.array(ids, np.int32), i, sampling) for i, ids in enumerate(prompts)]
-    answers = [torch.from_numpy(response.token_ids).long() for response in engine.generate(requests)]
-    samples = [single_turn(torch.tensor(ids), answer.tolist()) for ids, answer in zip(prompts, answers, strict=True)]
+    answers = [response.token_ids.tolist() for response in engine.generate(requests)]
+    samples = [single_turn(torch.tensor(ids), answer) for ids, answer in zip(prompts, answers, strict=True)]
     scored = make_policy(processes, "fp32").score([microbatch.pack(flatten(samples), max_response_tokens=NEW_TOKENS)])
-    largest = 0.0
-    for number, (ids, answer) in enumerate(zip(prompts, answers, strict=True)):
-        with torch.inference_mode():
-            logits = reference(torch.tensor([*ids, *answer.tolist()])[None]).logits[0, len(ids) - 1 : -1]
-        two, likeliest = logits.topk(2)
-        for place, is_tie in enumerate((two[:, 0] - two[:, 1] < NEAR_TIE).tolist()):
-            assert answer[place] in (likeliest[place] if is_tie else likeliest[place, :1]), (number, place)
-        expected = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
-        ours = scored[0].logprobs[number * NEW_TOKENS : (number + 1) * NEW_TOKENS]
-        largest = max(largest, (ours - expected).abs().max().item())
+    expected = torch.cat(list(checked_logprobs(reference, prompts, answers)))
+    largest = (scored[0].logprobs - expected).abs().max().item()
     print(f"largest difference of log-probs: {largest:.1e}")
     assert largest < 1e-4
+
+
+def test_a_sglang_engine_answers_greedily_as_transformers(reference, prompts, tmp_path):
+    sglang_python()  # Skips without one.
+    with serving_engines(MODEL, tmp_path, 1, "--dtype", "fp32") as launcher:
+        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
+        answers = call(launcher.urls[0], "/generate", body)[1]
+    expected = torch.cat(list(checked_logprobs(reference, prompts, [answer["output_ids"] for answer in answers])))
+    found = [triple[0] for answer in answers for triple in answer["meta_info"]["output_token_logprobs"]]
+    largest = (torch.tensor(found) - expected).abs().max().item()
+    print(f"largest difference of log-probs: {largest:.1e}")
+    assert largest < 1e-3
