@@ -97,7 +97,11 @@ def test_supervised_training_learns_what_can_be_known(tuned, scaling):
 
 @pytest.mark.parametrize(
     ("placement", "scaling", "params"),
-    [("fleet", "delayed", False), ("colocated", "blockwise", True), ("colocated", "none", False)],
+    [
+        ("fleet", "delayed", False),
+        ("colocated", "none", False),
+        pytest.param("colocated", "blockwise", True, marks=pytest.mark.whole_table),
+    ],
 )
 def test_a_policy_learns_from_an_engine_that_has_its_weights(
     tmp_path, monkeypatch, engine, tuned, calls, on_a_gpu, placement, scaling, params

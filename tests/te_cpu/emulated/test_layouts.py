@@ -128,15 +128,13 @@ ROUNDED = rounded()
 
 # What stands here runs with the gate, each property once; `--whole-table` runs the rest too.
 IN_GATE = {
-    "dense": """one tp2_sp_recompute dp2_overlap tp2_apex dp2_overlap_apex_local
-        delayed delayed_resumed delayed_params_last delayed_params_last_resumed tensorwise_params
-        tensorwise_params_resumed blockwise blockwise_params
-        blockwise_params_resumed bf16_offload bf16_offload_resumed
-        bf16_cp2_overlap_recompute delayed_params_tp2 tensorwise_tp2 blockwise_params_tp2
-        tensorwise_params_cp2_overlap_recompute blockwise_cp2_overlap_recompute""",
+    "dense": """one tp2_sp_recompute dp2_overlap tp2_apex
+        delayed delayed_resumed delayed_params_last delayed_params_last_resumed
+        blockwise_params blockwise_params_resumed bf16_offload bf16_offload_resumed
+        bf16_cp2_overlap_recompute delayed_params_tp2 blockwise_params_tp2
+        tensorwise_params_cp2_overlap_recompute""",
     "deep": "vpp2x2 tp2_from_vpp2x2",
-    "experts": """ep2 tp2_ep2_from_ep2 tp2_expert_tp2 delayed_ep2 blockwise_params_ep2
-        bf16_offload bf16_offload_resumed""",
+    "experts": "ep2 tp2_ep2_from_ep2 tp2_expert_tp2 delayed_ep2 blockwise_params_ep2",
     "latent": "tp2",
 }
 
