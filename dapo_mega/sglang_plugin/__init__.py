@@ -1,5 +1,5 @@
 """SGLang plugin: receives all weights of an update in one call, compares them with the engine's model, packs log-probs,
-and lets engines on CPUs be deterministic and have adapters.
+draws no id that pads the vocabulary, and lets engines on CPUs be deterministic and have adapters.
 
 SGLang loads the plugin if dapo_mega is installed in the server's environment (entry point `sglang.srt.plugins`;
 `engine_commands.INSTALL_PLUGIN`). Servers without it get weights in SGLang's own encoding.
@@ -34,6 +34,7 @@ from dapo_mega.engines.sglang.weight_protocol import (
 from dapo_mega.sglang_plugin.cpu_adapters import allow_adapters, allow_routes
 from dapo_mega.sglang_plugin.cpu_determinism import offer_determinism
 from dapo_mega.sglang_plugin.receiving import Differences, everywhere, load_weights, receive_weights, trace_of
+from dapo_mega.sglang_plugin.vocabulary import choose_without_padding, draw_without_padding
 
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 4
@@ -41,6 +42,7 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
 _ANSWERS = "sglang.srt.managers.tokenizer_manager"
+_SAMPLER = "sglang.srt.layers.sampler"
 _misfits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # By model.
 _SGLANGS_LIMIT_S = 1800.0
 
@@ -77,6 +79,8 @@ def register() -> None:
     with contextlib.suppress(ImportError, AttributeError):  # Else answers have SGLang's own triples.
         _ = importlib.import_module(_ANSWERS).TokenizerManager.add_logprob_to_meta_info
         HookRegistry.register(f"{_ANSWERS}.TokenizerManager.add_logprob_to_meta_info", pack_logprobs, HookType.AROUND)
+    HookRegistry.register(f"{_SAMPLER}.Sampler._sample_from_probs", draw_without_padding, HookType.AROUND)
+    HookRegistry.register(f"{_SAMPLER}.Sampler.forward", choose_without_padding, HookType.AROUND)
 
 
 def join_within_limit(join: Callable[..., Any], *arguments: Any, **group: Any) -> Any:

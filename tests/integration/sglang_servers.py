@@ -24,7 +24,7 @@ from tests.distributed.launching import REPOSITORY, free_ports
 SERVE = REPOSITORY / "launch" / "serve_rollouts.py"
 ENGINE_FORKS = Path(__file__).parent / "engine_forks"
 API_KEY = "the-key-of-the-tests"
-VOCAB_SIZE = 200
+VOCAB_SIZE, NUM_TOKENS = 200, 190
 START_LIMIT_S = 300.0
 """Two engines are there after 40 s on two idle cores."""
 
@@ -40,7 +40,7 @@ def sglang_python() -> Path:
 
 
 def tiny_model(folder: Path, **changes: Any) -> Path:
-    """A random float32 Qwen2 of VOCAB_SIZE tokens (end of sequence: 1) with a character tokenizer."""
+    """A random float32 Qwen2 of VOCAB_SIZE tokens (end of sequence: 1) with a character tokenizer of NUM_TOKENS."""
     from transformers import Qwen2Config
 
     from dapo_mega.data.tokenizer import build_character_tokenizer
@@ -59,7 +59,7 @@ def tiny_model(folder: Path, **changes: Any) -> Path:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    build_character_tokenizer(map(chr, range(32, 127))).save_pretrained(folder)
+    build_character_tokenizer(map(chr, (*range(32, 127), *range(161, 161 + NUM_TOKENS - 99)))).save_pretrained(folder)
     return save_random(Qwen2Config(**{**sizes, **changes}), folder)
 
 

@@ -60,7 +60,7 @@ from .fleet_runs import (
     write_config,
 )
 from .runs import run_that_starts_again
-from .sglang_servers import API_KEY, call, serving_engines, sglang_python, tiny_model
+from .sglang_servers import API_KEY, NUM_TOKENS, call, serving_engines, sglang_python, tiny_model
 from .soak import Soak
 from .test_benchmarks import FORMS, printed_by
 
@@ -131,6 +131,17 @@ def test_a_stop_token_ends_a_response_although_no_tokenizer_is_loaded(two_engine
     answer = call(two_engines.launcher.urls[0], "/generate", body)[1]
     assert answer["meta_info"]["finish_reason"]["type"] == "stop"
     assert len(answer["output_ids"]) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ids_that_pad_the_vocabulary_are_not_drawn(two_engines, temperature):
+    """Its ten last of 200 have no token. The run's agreement with the trainer, which counts them, is tested below."""
+    sampling = {"temperature": temperature, "max_new_tokens": 32, "ignore_eos": True}
+    body = {"input_ids": [[first, 6] for first in range(5, 25)], "sampling_params": sampling}
+    answers = call(two_engines.launcher.urls[0], "/generate", body)[1]
+    drawn = {token for answer in answers for token in answer["output_ids"]}
+    assert len(drawn) > 20
+    assert max(drawn) < NUM_TOKENS
 
 
 def listening(process):

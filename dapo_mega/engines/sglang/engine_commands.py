@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import socket
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dapo_mega.atomic_files import read_json_object
+from dapo_mega.data.tokenizer import load_tokenizer, num_ids
+from dapo_mega.engines.sglang.weight_protocol import NUM_TOKENS
 from dapo_mega.errors import FleetError, InputError
 
 EngineDtype = Literal["fp32", "bf16", "fp8"]
@@ -137,8 +140,15 @@ def check_node(node: Node) -> None:
     for argument in node.extra:
         if argument.split("=")[0] in _OURS:
             raise InputError(f"{argument} after -- is decided by serve_rollouts itself; use its own options")
+    _num_tokens(node.model)
     for engine in range(node.num_engines):
         _check_port(node.host, node.port + engine, "--port")
+
+
+@functools.cache
+def _num_tokens(model: Path) -> int:
+    """0 of a model without a tokenizer. Raises InputError for one that cannot be loaded."""
+    return num_ids(load_tokenizer(str(model))) if (model / "tokenizer_config.json").is_file() else 0
 
 
 def _has_fp8_blocks(model: Path) -> bool:
@@ -187,6 +197,8 @@ def command(node: Node, engine: int, key_path: Path) -> list[str]:
 def environment(node: Node, engine: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """The engine's environment variables."""
     variables = {**inherited, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if num_tokens := _num_tokens(node.model):
+        variables[NUM_TOKENS] = str(num_tokens)
     if node.dtype == "fp32":  # Else gated delta layers keep inputs of convolutions in bfloat16.
         variables.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if node.gpus:

@@ -40,6 +40,8 @@ ADAPTER = "policy"
 PACKED_LOGPROBS = "dapo_mega_packed_logprobs"
 """The custom parameter of a request whose log-probs are to come as base64, of its tokens in int32 and then of their
 log-probs in float32. In place of SGLang's triples that is 11 bytes a token of 40 to read."""
+NUM_TOKENS = "DAPO_MEGA_NUM_TOKENS"
+"""The environment variable from which engines know how many ids their tokenizer has; larger ones are not drawn."""
 PATIENCE = 4
 """So many time limits of a part of an update a broadcast waits for its other end: an engine that waits for a sender
 that waits for an engine that hangs must not fail with that one."""
