@@ -85,6 +85,7 @@ _WITHDRAWN = re.compile(
 _CUT_OFF: Final = (
     " and", " or", " the", " of", " so", " we", " that", " with", " because", " if", " then", " is", " are", " to",
     " an", " but", " let me", " which", " since", " from", " by", " hence", " thus", " therefore",
+    " =", " +", " -", " *", " /", " \u00d7",
 )  # fmt: skip
 _NOT = re.compile(r"(?i)not|n['’]t|un(?:able|sure|certain)")
 _LAST_WORDS = 120
@@ -140,7 +141,7 @@ def concluded_none(text: str) -> str | None:
 def gave_up(text: str) -> bool:
     """Whether a text ends in saying that it has no answer, `I cannot determine it`, or in the middle of a sentence."""
     end = text[-_LAST_WORDS:]
-    return end.rstrip().endswith(_CUT_OFF) or (
+    return end.rstrip(" \n\t$*").endswith(_CUT_OFF) or (
         any(map(end.__contains__, ("not", "n't", "n’t", "un")))
         and any(_NOT.search(said.group()) for said in _GAVE_UP.finditer(end))
     )

@@ -222,6 +222,7 @@ def test_what_follows_a_number_on_its_line_costs_no_more_than_its_length():
         " 1 of the 1 a",
     ]
     fillings += ["not ", "n't ", "(1, ", "are 1, ", "0.", "9.9", " million", "\u0661", "$1$ not ", "\\boxed{1} not "]
+    fillings += ['"1" ', " - 1", "(1 - 1) a ", "1 values of $n$ ", "$1$ integers ", "\n#### 1", ")} ", "the answer "]
     assert growing_too_fast(lambda _, text: extract_answer(text, "auto"), fillings, ten_lines, length=9_000) == {}
 
 
