@@ -1,9 +1,9 @@
 r"""Find the answer in a response that keeps to no format, and say by which of its statements it was found.
 
 One response makes one statement of its answer, the last one: answer tags, else whichever comes later of an answer line
-(`Answer: 5`, `the final answer is 5`) and the last box, else the last formula or number. Boxes of one sentence are one
-list, so that stating several values never counts as stating the right one. What stands inside of a thought, and a box
-or thought that never ends, states nothing.
+(`Answer: 5`, `the final answer is 5`, `#### 5`) and the last box, else the last formula or number. Boxes of one
+sentence are one list, so that stating several values never counts as stating the right one. What stands inside of a
+thought, and a box or thought that never ends, states nothing.
 """
 
 import re
@@ -60,7 +60,8 @@ _CUE = re.compile(
     r"|(?-i:(?=[答解정답اउ]))(?P<chinese>(?:答案|答え|解答)[ \t]*(?:是|为|為|は|:|：)"
     r"|[答답]\s?[:：]|정?답은|(?:الجواب|الإجابة|الاجابة)(?: النهائي[ة]?)?(?: (?:هو|هي))?|उत्तर)"
 )
-# `#### 66`, alone on its line.
+# GSM8K's marks: of its calculator, `9*60=<<9*60=540>>540`, and of its answers, `#### 66` alone on a line.
+_CALCULATOR = re.compile(r"<<[^<>\n]{0,200}>>")
 _HASHES = re.compile(r"(?:^|\n)[ \t]*#{4,}[ \t]*(?P<value>[+-]?\$?[0-9][0-9,./]{0,40}[ \t]?%?)[ \t]*(?=\n|$)")
 # The instruction said again: `Answer: $Answer (without quotes) where $Answer is the answer to the problem`.
 _ECHO = re.compile(
@@ -132,7 +133,7 @@ _LONGEST_NUMBER: Final = 40
 _LONGEST_LINE: Final = 2_000
 _CHOICE = re.compile(
     r"(?:选项?|选择)[ \t]*(?P<chinese>[A-J])(?![a-zA-Z])"
-    r"|\((?P<bracketed>[A-J])\)|\*\*(?P<bold>[A-J])\*\*|(?<![a-zA-Z'(])(?P<bare>[A-H])(?=[.,:;!?)。，]|\s*$|\s+(?:is|must)\s)"
+    r"|\((?P<bracketed>[A-J])\)|\*\*(?P<bold>[A-J])\*\*|(?<![a-zA-Z'])(?P<bare>[A-H])(?=[.,:;!?)。，]|\s*$|\s+(?:is|must)\s)"
 )
 # Another choice beside it: `either B or C`.
 _CHOICE_BEFORE = re.compile(r"(?<![a-zA-Z])\(?[A-J]\)?(?:,\s*|\s+)(?:(?:or|and|nor)\s+)?[(*]*$")
@@ -159,6 +160,8 @@ def tagged(text: str, *, must_close: bool) -> str | None:
 def find_answer(response: str) -> str | None:
     """The answer that a response states, as it is written there; None where there is none."""
     text = spoken(response)
+    if "<<" in text:
+        text = _CALCULATOR.sub("", text)
     if not text.isascii() and _OTHER_DIGIT.search(text):
         text = text.translate(_OTHER_DIGITS)
     if not text.isascii():
@@ -210,7 +213,7 @@ def _stated(text: str) -> str | None:
     last_box = boxes[-1].end if boxes else -1
     marks = list(_HASHES.finditer(text, max(0, last_box))) if "####" in text else []
     for cue in reversed(_cues(text, max(0, last_box))):
-        if marks and cue.start() < marks[-1].start():
+        if (marks and cue.start() < marks[-1].start()) or (cue["mark"] == "=" and _TERMS.search(cue["between"])):
             break
         answer = _after_cue(text, cue, has_box=bool(boxes))
         if answer and not _ECHO.match(answer):
@@ -293,9 +296,7 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
         return None
     if (cue["mark"] or "") in ("-", "–", "—", "→") and cue["between"].strip(_MARKUP):
         return None
-    if _WRONG.search(text, max(0, cue.start() - 12), cue.start()) or (
-        cue["mark"] == "=" and _TERMS.search(cue["between"])
-    ):
+    if _WRONG.search(text, max(0, cue.start() - 12), cue.start()):
         return None
     if (cue["between"] and _DENIED_CUE.search(cue["between"])) or denials.is_doubted(text[max(0, start - 70) : start]):
         return None
