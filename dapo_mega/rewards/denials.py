@@ -6,7 +6,7 @@ from typing import Final
 # Both look for small letters only, in what begins with a space. A pattern that heeds the case and begins with a set of
 # characters, here what stands before a word, is searched for many times as fast.
 _DENIAL = re.compile(
-    r"[\W_不并ไ](?:(?:not|never|cannot|nor|neither|anything but|rather than|instead of"
+    r"[\W_不并ไ](?:(?:not|never|cannot|nor|neither|anything but|(?:wrong|incorrect) answer is|rather than|instead of"
     r"|between(?:[ \t][0-9.]{1,12}[ \t]and)?|nicht|pas|no es|não é|non è|не|(?<=n['’])t|(?<=不)(?:是|等于|会是|可能是?)"
     r"|(?<=并)非|(?<=ไ)ม่ใช่)"
     r"(?:[ \t]+(?:be|been|equals?|to|the|a|exactly|simply|just|only|possibly|really|actually|even|have)(?![a-z])){0,3}"
@@ -31,7 +31,7 @@ _DOUBT = re.compile(
 _NEGATIVE: Final = (
     "no", "'t", "’t", "nev", "nei", "any", "rather", "instead", "betw", "nich", "pas", "não", "не", "不", "并非", "ไม่",
     "fals", "doubt", "impos", "suppos", "assum", "imagin", "pretend", "somewh", "if", "angenom", "supong", "假", "如果",
-    "若", "设",
+    "若", "设", "wrong", "incorrect",
 )  # fmt: skip
 # What a text concludes that finds no answer, behind all values: `so there is no solution`, `which is a contradiction`.
 _CONCLUDED_NONE = re.compile(
@@ -85,6 +85,7 @@ _WITHDRAWN = re.compile(
 _CUT_OFF: Final = (
     " and", " or", " the", " of", " so", " we", " that", " with", " because", " if", " then", " is", " are", " to",
     " an", " but", " let me", " which", " since", " from", " by", " hence", " thus", " therefore",
+    " =", " +", " -", " *", " /", " \u00d7",
 )  # fmt: skip
 _NOT = re.compile(r"(?i)not|n['’]t|un(?:able|sure|certain)")
 _LAST_WORDS = 120
@@ -140,7 +141,7 @@ def concluded_none(text: str) -> str | None:
 def gave_up(text: str) -> bool:
     """Whether a text ends in saying that it has no answer, `I cannot determine it`, or in the middle of a sentence."""
     end = text[-_LAST_WORDS:]
-    return end.rstrip().endswith(_CUT_OFF) or (
+    return end.rstrip(" \n\t$*").endswith(_CUT_OFF) or (
         any(map(end.__contains__, ("not", "n't", "n’t", "un")))
         and any(_NOT.search(said.group()) for said in _GAVE_UP.finditer(end))
     )

@@ -1,9 +1,9 @@
 r"""Find the answer in a response that keeps to no format, and say by which of its statements it was found.
 
 One response makes one statement of its answer, the last one: answer tags, else whichever comes later of an answer line
-(`Answer: 5`, `the final answer is 5`) and the last box, else the last formula or number. Boxes of one sentence are one
-list, so that stating several values never counts as stating the right one. What stands inside of a thought, and a box
-or thought that never ends, states nothing.
+(`Answer: 5`, `the final answer is 5`, `#### 5`) and the last box, else the last formula or number. Boxes of one
+sentence are one list, so that stating several values never counts as stating the right one. What stands inside of a
+thought, and a box or thought that never ends, states nothing.
 """
 
 import re
@@ -45,7 +45,7 @@ _MAY_BE_OTHER_CUE = re.compile(f"[^a-zA-Z](?:{_CUE_BEGINS}|(?<=[答解정답ا�
 # `Answer:`, `**Final answer**`, `the answer is`.
 _CUE = re.compile(
     r"(?i)(?-i:(?=[aArRоОcCjJsSoO]))(?<![a-z])(?P<word>answers?|ans|réponse|respuesta|antwort|antwoord|resposta|risposta"
-    r"|ответ|cevap|jawaban(?:nya)?|svaret|odpowied[źz])(?![a-z])(?P<between>[^\n.:;=$\\]{0,60}?)"
+    r"|ответ|cevap|jawaban(?:nya)?|svaret|odpowied[źz])(?![a-z])(?P<between>[\"”]?[^\n.:;=$\\\"“”]{0,60}?)"
     r"(?P<mark>[:=：]|(?<![a-z])(?:is|are|was|es|est|ist|é|è|är|adalah)(?![a-z])[ \t]*:?|(?<=[*_])[ \t]*(?=\n|$)"
     r"|(?<=[ \t])[-–—→](?=[ \t]))"
     r"|(?P<heading>(?:^|\n)[#*_ \t]{0,6}final[ \t]+(?:answer|result)[#*_ \t]{0,6}(?=\n|$))"
@@ -60,10 +60,24 @@ _CUE = re.compile(
     r"|(?-i:(?=[答解정답اउ]))(?P<chinese>(?:答案|答え|解答)[ \t]*(?:是|为|為|は|:|：)"
     r"|[答답]\s?[:：]|정?답은|(?:الجواب|الإجابة|الاجابة)(?: النهائي[ة]?)?(?: (?:هو|هي))?|उत्तर)"
 )
+# GSM8K's marks: of its calculator, `9*60=<<9*60=540>>540`, and of its answers, `#### 66` alone on a line.
+_CALCULATOR = re.compile(r"<<[^<>\n]{0,200}>>")
+_HASHES = re.compile(r"(?:^|\n)[ \t]*#{4,}[ \t]*(?P<value>[+-]?\$?[0-9][0-9,./]{0,40}[ \t]?%?)[ \t]*(?=\n|$)")
+# The instruction said again: `Answer: $Answer (without quotes) where $Answer is the answer to the problem`.
+_ECHO = re.compile(
+    r"(?i)\$?answer(?!\s?[:=0-9]|[a-z])|(?:the (?:final )?answer(?: to the (?:problem|question))?(?: is)?\W*)+$"
+    r"|[\"'”’.,;:-]{1,3}$"
+)
+# `"16." Share that`, and no list of such.
+_QUOTED = re.compile(
+    r"(?:[\"“]([^\"“”\n]{1,80}?)[.,!?]?[\"”]|'([^'\n]{1,80}?)[.,!?]?')(?![a-zA-Z0-9]|,?\s?(?:(?:or|and)\s)?[\"“'0-9])"
+)
 _MARKUP = "*_#`> \t"
 _DENIED_CUE = re.compile(r"(?i)n['’]t|n['’]est|(?<![^\W_])(?:not|never|no|não|non|не)(?![^\W_])")
 _CHECKED = re.compile(r"(?i)(?:check|verif|confirm|test)[^.\n]*$")
 _OTHER_DENIAL = re.compile(r"(?i)(?:nicht|pas|niet|не|não|non)\s|不是|并非")
+# `the incorrect answer is 5`, `to find the answer, we add 5 + 11 = 16`
+_WRONG, _TERMS = re.compile(r"(?i)(?:wrong|incorrect)[ \t]$"), re.compile(r"[0-9][^0-9]+[0-9]")
 _CORRECTED = re.compile(
     r"(?i)not(?![a-z])[^.]{0,40}?(?:[,;—-]\s*(?:but|it is|it's|rather|instead)|(?<![a-z])but)\s(?P<rest>.*)"
 )
@@ -79,8 +93,11 @@ _ASIDE = re.compile(
 _OTHER_WORDS = re.compile(
     r"[^\W\d_a-zA-Z\u0370-\u03ff]{2}|[\u0370-\u03ff]{3}|(?i:(?<![a-z\\])(?:no|so|it|is|we|he|if|my)(?![a-z]))"
 )
-# `It will be a Saturday`, `B 选项`.
-_INTRODUCED = re.compile(r"(?i)^(?:it (?:will be|would be|is|was) (?:an? |the )?)|^([A-J])[ \t]*(?:选项|项)$")
+# `It will be a Saturday`, `still 10`, `B 选项`.
+_INTRODUCED = re.compile(
+    r"(?i)^(?:it (?:will be|would be|is|was) (?:an? |the )?"
+    r"|(?:(?:is|still|indeed|therefore|thus|simply|actually)[,:]? )+)|^([A-J])[ \t]*(?:选项|项)$"
+)
 _UNDECIDED = re.compile(r"(?i)(?:correct|incorrect|right|wrong|unclear|not)(?![a-z])")
 _END_OF_PROOF = re.compile(r"\s*\\(?:blacksquare|square|Box|qed\w*|checkmark|therefore)\s*")
 _DIGIT = re.compile(r"[0-9]")
@@ -116,7 +133,7 @@ _LONGEST_NUMBER: Final = 40
 _LONGEST_LINE: Final = 2_000
 _CHOICE = re.compile(
     r"(?:选项?|选择)[ \t]*(?P<chinese>[A-J])(?![a-zA-Z])"
-    r"|\((?P<bracketed>[A-J])\)|\*\*(?P<bold>[A-J])\*\*|(?<![a-zA-Z'])(?P<bare>[A-H])(?=[.,:;!?。，]|\s*$|\s+(?:is|must)\s)"
+    r"|\((?P<bracketed>[A-J])\)|\*\*(?P<bold>[A-J])\*\*|(?<![a-zA-Z'])(?P<bare>[A-H])(?=[.,:;!?)。，]|\s*$|\s+(?:is|must)\s)"
 )
 # Another choice beside it: `either B or C`.
 _CHOICE_BEFORE = re.compile(r"(?<![a-zA-Z])\(?[A-J]\)?(?:,\s*|\s+)(?:(?:or|and|nor)\s+)?[(*]*$")
@@ -143,6 +160,8 @@ def tagged(text: str, *, must_close: bool) -> str | None:
 def find_answer(response: str) -> str | None:
     """The answer that a response states, as it is written there; None where there is none."""
     text = spoken(response)
+    if "<<" in text:
+        text = _CALCULATOR.sub("", text)
     if not text.isascii() and _OTHER_DIGIT.search(text):
         text = text.translate(_OTHER_DIGITS)
     if not text.isascii():
@@ -158,7 +177,18 @@ def find_answer(response: str) -> str | None:
     content = tagged(text, must_close=False)
     if content is not None:
         return _inside(content)
-    return _stated(text) or (_last_value(text) if not _BOX.search(text) else None)
+    answer = _balanced(_stated(text) or (_last_value(text) if not _BOX.search(text) else None) or "")
+    return answer if answer and not _ECHO.match(answer) else None
+
+
+def _balanced(answer: str) -> str:
+    """An answer without closing brackets and a `$` at its end that belong to the text around it: `4` of `4)`."""
+    if len(answer) > MAX_ANSWER_CHARACTERS:
+        return answer
+    answer = answer[:-1].rstrip() if answer.endswith("$") and answer.count("$") % 2 else answer
+    while answer.endswith((")", "}")) and sum(map(answer.count, ")}]")) > sum(map(answer.count, "({[")):
+        answer = answer[:-1].rstrip()
+    return answer
 
 
 def _inside(content: str) -> str | None:
@@ -181,10 +211,15 @@ def _stated(text: str) -> str | None:
         # The last box never ends: the response was cut off in its answer.
         return None
     last_box = boxes[-1].end if boxes else -1
+    marks = list(_HASHES.finditer(text, max(0, last_box))) if "####" in text else []
     for cue in reversed(_cues(text, max(0, last_box))):
+        if (marks and cue.start() < marks[-1].start()) or (cue["mark"] == "=" and _TERMS.search(cue["between"])):
+            break
         answer = _after_cue(text, cue, has_box=bool(boxes))
-        if answer and answer.casefold() != "$answer":  # The instruction's own words, said again.
+        if answer and not _ECHO.match(answer):
             return answer
+    if marks:
+        return marks[-1]["value"]
     if not boxes or not boxes[-1].content.strip():
         return None
     return _listed(_last_sentence(text, boxes)) or None
@@ -261,13 +296,15 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
         return None
     if (cue["mark"] or "") in ("-", "–", "—", "→") and cue["between"].strip(_MARKUP):
         return None
+    if _WRONG.search(text, max(0, cue.start() - 12), cue.start()):
+        return None
     if (cue["between"] and _DENIED_CUE.search(cue["between"])) or denials.is_doubted(text[max(0, start - 70) : start]):
         return None
     while start < len(text) and (text[start] in _MARKUP or text[start] in "}\r\n:："):
         start += 1
     line = _line(text, start)[:_LONGEST_LINE]
     sentence = _first_sentence(line)
-    if not sentence.strip(_MARKUP + ".,;:"):
+    if not sentence.strip(_MARKUP + ".,;:$"):
         return None
     if corrected := _CORRECTED.match(sentence):
         sentence = corrected["rest"]
@@ -279,12 +316,14 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
             return None
     if formulas:
         return _joined_formulas(sentence, formulas)
-    plain = sentence.strip(_MARKUP).rstrip(_ENDS).strip(_MARKUP).lstrip("≈~= ")
+    plain = sentence.strip(_MARKUP).rstrip(_ENDS).strip(_MARKUP).lstrip("≈~=, ")
     if spelt := _SPELT.match(plain):
         plain = spelt["number"]
     if cue["chinese"]:
         plain = plain.lstrip("一共有总计是")
     plain = _INTRODUCED.sub(r"\1", plain)
+    if (quoted := _QUOTED.match(plain)) and not denials.is_denied_after(plain, quoted.end()):
+        plain = quoted[1] or quoted[2]
     if _OTHER_DENIAL.match(plain):
         return None
     if cue["chinese"] and _DIGIT.search(plain) and not prose.NUMBER.match(plain) and _OTHER_WORDS.search(plain):
@@ -456,7 +495,7 @@ def _last_value(text: str) -> str | None:
         percent = _PERCENT.match(text, last_number.end())
         tail = _PART_OF_NUMBER.match(text, last_number.end())
         after = tail.group() if tail else "%" if percent else prose.unit_at(text, last_number.end())
-        return (last_number.group() + after).strip()
+        return (prose.value_at(text, last_number) + after).strip()
     said_choices = _CHOICE.finditer(text, max(0, len(text) - _LAST_WORDS))
     choices = [choice for choice in said_choices if not denials.is_denied(text, choice.start(), choice.end())]
     if not choices:

@@ -58,9 +58,12 @@ _ONLY_VALUE = re.compile(
     rf"(?:\$[^$\n]{{1,80}}\$|\\\([^\n]{{1,80}}?\\\)|{NUMBER.pattern}|(?:an? )?(?i:{NUMBER_IN_WORDS}))"
     r"(?:[ ]?(?:\\?%|\u00b0)|[ ](?!more|less|fewer|times|of|and|or)[a-zA-Z]{1,12}){0,2}[\s).*]*$"
 )
-# What stands beside a value: `12 (8 + 4)`, `1/3, or about 0.333`, `4, attained at x = 2`, `12, since 11 is odd`.
+# What stands beside a value: `12 (8 + 4)`, `12 (8 + 4) rows`, `1/3, or about 0.333`, `4, attained at x = 2`,
+# `12, since 11 is odd`.
 _CALCULATION = re.compile(
     r"(?<=[0-9a-z])[ ]\([0-9. ]{1,20}(?:[-+*/=\u00d7\u2212\u00b7][0-9. ]{1,20}){1,6}\)(?=[.!]?\s*$)"
+    r"|(?<=[0-9])((?:[ ][a-z]{1,12})?)[ ]\([0-9. ]{1,20}(?:[-+*/\u00d7\u2212][0-9. ]{1,20}){1,6}\)"
+    r"(?=(?:[ ][a-z]{1,12}){1,4}[.!]?\s*$)"
     r"|(?<=[0-9])[ ]\([0-9.]{1,20}\s?\\?%\)"
 )
 _ROUNDED = re.compile(
@@ -82,9 +85,16 @@ _REASON = re.compile(
 # `150 miles in 2.5 hours`, `3 of the 5 children own a bicycle`: what the value is measured by.
 _QUALIFIED = re.compile(
     r"(?<![0-9.,/])[0-9][0-9.,]*(?:(?P<value>(?:\s(?!in|of)[a-z]{2,20}){1,4})\sin\s(?:just\s|only\s)?[0-9.]{1,9}"
-    r"\s(?:second|minute|hour|day|week|month|year)s?|(?P<part>)\sof\s(?:the|those|these|his|her|their)"
-    r"\s[0-9,]{1,9}\s[a-z][a-z ]{1,60})\.?\s*$"
+    r"\s(?:second|minute|hour|day|week|month|year)s?|(?P<part>%?)\sof\s(?:the|those|these|his|her|its|their)"
+    r"\s(?:original\s)?\$?[0-9,]{1,9}\s[a-z][a-z ]{1,60})\.?\s*$"
 )
+# `5 values of $x$ satisfy this`: what is counted is no value.
+_COUNTED = re.compile(
+    rf"(?P<value>{NUMBER.pattern}|\$[^$\n]{{1,80}}\$|\\\([^\n]{{1,80}}?\\\))\s(?:[a-z]{{2,20}}\s){{0,4}}"
+    r"(?:(?!consists)[a-z]{2,20}s\sof|(?:integers|numbers|pairs|triples|values|primes|solutions|ways)(?:\sfor)?)\s"
+    r"(?:\$|\\\()\(?[a-zA-Z](?:\s?,\s?[a-zA-Z]){0,4}\)?(?:\$|\\\))[^$\\0-9.\n]{0,80}\.?\s*$"
+)
+_VARIABLE_AT_END = re.compile(r"[a-zA-Z]\)?(?:\$|\\\))[^$\\0-9.\n]{0,80}\.?\s*$")
 _COMPARISON = re.compile(r"[,，]\s?(?:比|其中)[^,，。\n]{1,40}[。.]?\s*$")
 _CONDITIONS: Final = (" at ", " when", " if ", " for ", "attained", "achieved", "reached", "obtained", "occur")
 _ABOUT: Final = ("approx", "about", "roughly", "around")
@@ -95,6 +105,15 @@ _RAISED = str.maketrans({"²": "^2", "³": "^3"})
 WORD_IN_BOLD = re.compile(r"[a-z,:][ \t]+\*\*(?P<bold>[A-Za-z][A-Za-z \-]{0,40})\*\*[.!]?$")
 NAME_AT_END = re.compile(
     r"(?<![a-zA-Z])(?:is|was|be|falls on)[ \t]+(?:(?:an?|the)[ \t]+)?(?P<name>[A-Za-z]{2,20})[.!]?\s*$"
+)
+# `11 + 3 in one basket`, and before a dash, `6 shells - 3 of them`: words that no sign can follow.
+_OPERATION = re.compile(
+    r"(?<![\w.,$/^])(?<![-+*/\u00d7\u2212][ \t])\$?(?:[0-9]+(?:[.,][0-9]+)*[a-z]?|[a-z])"
+    r"(?:[ \t][-+*/x\u00d7\u2212][ \t]\$?(?:[0-9]+(?:[.,][0-9]+)*[a-z]?|[a-z])){1,9}$"
+)
+_BEFORE_DASH = re.compile(
+    r"(?:(?<![a-zA-Z])(?!(?:is|are|was|be|to|of|and|or|by|at|equals?|gets?|gives?|than|plus|minus|times|have)[ \t])"
+    r"[a-zA-Z]{2,}|[)\]])[ \t]+$"
 )
 YES_OR_NO = re.compile(r"(?i)(?:^|[.!?]\s)(?P<yes>yes|no)(?=[,.!])")
 _TWO_WORDS = re.compile(r"[^\W\d_]{1,20}(?:[ -][^\W\d_]{2,20})?[.!]?")
@@ -125,15 +144,17 @@ def without_asides(text: str) -> str:
         return text
     # A search costs more than all the others, so what each aside holds is looked for first.
     if " (" in end:
-        end = _CALCULATION.sub("", end)
+        end = _CALCULATION.sub(r"\1", end)
     if any(map(end.__contains__, _ABOUT)):
         end = _ROUNDED.sub(r"\1", end)
     if "比" in end or "其中" in end:
         end = _COMPARISON.sub("", end)
     cut = _TAKEN_AT.search(end) if _SIGN_OF_VARIABLE.search(end) and any(map(end.__contains__, _CONDITIONS)) else None
+    if cut is None and "s " in end and _VARIABLE_AT_END.search(end):
+        cut = _COUNTED.search(end)
     if cut is None and any(map(end.__contains__, _REASONS)):
         cut = _REASON.search(end)
-    if cut is None and (" in " in end or " of the" in end):
+    if cut is None and (" in " in end or " of " in end):
         cut = _QUALIFIED.search(end)
     return text[:start] + (end[: cut.end(cut.lastgroup or 0)] if cut else end)
 
@@ -181,6 +202,15 @@ def said_at_end(text: str) -> str | None:
     return None
 
 
+def value_at(text: str, number: re.Match[str]) -> str:
+    """A number with the operation that ends in it, and without a dash that is no sign."""
+    start, end = number.span()
+    if operation := _OPERATION.search(text[max(0, end - 80) : end]):
+        return operation.group()
+    is_spaced = number.group()[:1] in "+-\u2212" and number.group()[1:2].isspace()
+    return number.group()[1:] if is_spaced and _BEFORE_DASH.search(text[max(0, start - 30) : start]) else number.group()
+
+
 def unit_at(text: str, start: int) -> str:
     """The unit that is named there; empty where there is none: ` mph in all` is ` mph`."""
     words = _WORDS_AFTER.match(text, start)
@@ -208,7 +238,7 @@ def word_at_end(text: str) -> str | None:
     """The word that the last sentence ends in, where it is what the sentence says; else its number or `yes`."""
     end = text.rstrip()
     line = end[max(end.rfind("\n") + 1, len(end) - 100) :]
-    if _TWO_WORDS.fullmatch(text.strip()):
+    if _TWO_WORDS.fullmatch(text.strip()) and not _NUMBER_WORD.match(text.strip()):
         return text.strip()
     patterns = (WORD_IN_BOLD, YES_OR_NO, _NUMBER_WORD, NAME_AT_END)
     word = next((found for pattern in patterns if (found := pattern.search(line))), None)

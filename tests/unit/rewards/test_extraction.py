@@ -112,6 +112,7 @@ HOSTILE = {
     "dollars around text": ("", "$x$ and ", ""),
     "open formulas": ("", "\\[ $ \\( ", ""),
     "open display": ("", "$$ a \n", ""),
+    "closing brackets": ("so $x", ")", "$"),
     "boxes in one sentence": ("", "\\boxed{1}, ", ""),
     "answer words": ("", "answer ", ""),
     "answer is": ("", "the answer is ", ""),

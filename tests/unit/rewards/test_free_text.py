@@ -187,6 +187,26 @@ def test_the_value_counts_that_a_response_says_again_and_none_that_it_gives_up(v
         ("3", "There are 5 boys and 3 girls.", True),
         ("42", "I guess 41 or 42.", False),
         ("7/20", "The answer is 7/20 (35%).", True),
+        # Quoted, counted, calculated, marked.
+        ("5", 'The answer is "5" or "6".', False),
+        ("42", 'The answer is "42" is wrong.', False),
+        ("16", "The answer is “16”.", True),
+        ("5", "Hence there are \\(5\\) ordered pairs \\((a, b)\\).", True),
+        ("5", "So there are 5 possible values of $x$.", True),
+        ("n", "The sum of $n$ and $m$ is $n$.", True),
+        ("-5", "The total is - 5", True),
+        ("14", "There are 11 + 3 in one basket.", True),
+        ("3", "There are 11 + 3 in one basket.", False),
+        ("10", "Finally he has 12 - 2 = ", False),
+        ("42", "The incorrect answer is 42.", False),
+        ("43", "#### 42\nWait, the answer is 43.", True),
+        ("43", "The answer is 43.\n#### 42", False),
+        ("3", "Three apples.", True),
+        ("[2,5)", "Answer: [2, 5)", True),
+        ("540", "So he runs 9*60=<<9*60=540>>540 meters", True),
+        ("3200", "The third answer was 1400\nAltogether, the answers total 1800+1400= 3200", True),
+        ("5", "The answer is 5.\n\nThe answer is $", True),
+        ("10x + 9", "Then multiply it by x^2 + 10x + 9 once.", False),
         # Corrected.
         ("43", "The answer is 42. Actually, no, it is 43.", True),
         ("42", "The answer is 42. Actually, no, it is 43.", False),
@@ -222,6 +242,17 @@ def test_what_follows_a_number_on_its_line_costs_no_more_than_its_length():
         " 1 of the 1 a",
     ]
     fillings += ["not ", "n't ", "(1, ", "are 1, ", "0.", "9.9", " million", "\u0661", "$1$ not ", "\\boxed{1} not "]
+    fillings += [
+        '"1" ',
+        " - 1",
+        "(1 - 1) a ",
+        "1 values of $n$ ",
+        "$1$ integers ",
+        "\n#### 1",
+        ")} ",
+        "the answer ",
+        "<<1=1",
+    ]
     assert growing_too_fast(lambda _, text: extract_answer(text, "auto"), fillings, ten_lines, length=9_000) == {}
 
 
@@ -247,6 +278,7 @@ def test_what_follows_a_number_on_its_line_costs_no_more_than_its_length():
         ("She pays $1,250.50 in total.", "$1,250.50"),
         ("It grows 6 * 2 = 12 inches in 6 years.", "12 inches"),
         ("The total is 48 + 24 = 72 clips.", "72"),
+        ("It is 10 cm (5 + 5) wide.", "10 cm"),
         ("The total is 2 x 160 = 4 x 80 = 320", "320"),
         ("so B must be right, hence (B).", "B"),
         (r"\frac{10}{9}", r"\frac{10}{9}"),
