@@ -177,8 +177,9 @@ def find_answer(response: str) -> str | None:
     content = tagged(text, must_close=False)
     if content is not None:
         return _inside(content)
-    answer = _balanced(_stated(text) or (_last_value(text) if not _BOX.search(text) else None) or "")
-    return answer if answer and not _ECHO.match(answer) else None
+    stated = _stated(text)
+    answer = _balanced(stated or (_last_value(text) if not _BOX.search(text) else None) or "")
+    return answer if answer and not _ECHO.match(answer) and (stated or prose.is_carried_out(answer)) else None
 
 
 def _balanced(answer: str) -> str:

@@ -106,10 +106,15 @@ WORD_IN_BOLD = re.compile(r"[a-z,:][ \t]+\*\*(?P<bold>[A-Za-z][A-Za-z \-]{0,40})
 NAME_AT_END = re.compile(
     r"(?<![a-zA-Z])(?:is|was|be|falls on)[ \t]+(?:(?:an?|the)[ \t]+)?(?P<name>[A-Za-z]{2,20})[.!]?\s*$"
 )
-# `11 + 3 in one basket`, and before a dash, `6 shells - 3 of them`: words that no sign can follow.
+# `x + 3 coins`, `11 + 3 in one basket`, and before a dash, `6 shells - 3 of them`: words that no sign can follow.
 _OPERATION = re.compile(
     r"(?<![\w.,$/^])(?<![-+*/\u00d7\u2212][ \t])\$?(?:[0-9]+(?:[.,][0-9]+)*[a-z]?|[a-z])"
     r"(?:[ \t][-+*/x\u00d7\u2212][ \t]\$?(?:[0-9]+(?:[.,][0-9]+)*[a-z]?|[a-z])){1,9}$"
+)
+# `8 + 4 eggs`, and no fraction.
+_NOT_CARRIED_OUT = re.compile(
+    r"(?!\$?[0-9.,]{1,20}[ \t]/[ \t][0-9.,]{1,20}(?:[ \t][a-z]|$))"
+    r"\$?[0-9][0-9.,]*(?:[ \t][-+*/x\u00d7\u2212][ \t]\$?[0-9][0-9.,]*){1,9}(?:[ \t][a-z ]{1,80})?"
 )
 _BEFORE_DASH = re.compile(
     r"(?:(?<![a-zA-Z])(?!(?:is|are|was|be|to|of|and|or|by|at|equals?|gets?|gives?|than|plus|minus|times|have)[ \t])"
@@ -209,6 +214,11 @@ def value_at(text: str, number: re.Match[str]) -> str:
         return operation.group()
     is_spaced = number.group()[:1] in "+-\u2212" and number.group()[1:2].isspace()
     return number.group()[1:] if is_spaced and _BEFORE_DASH.search(text[max(0, start - 30) : start]) else number.group()
+
+
+def is_carried_out(answer: str) -> bool:
+    """Whether it is no operation on numbers, which a policy would learn to say in place of its result."""
+    return not _NOT_CARRIED_OUT.fullmatch(answer)
 
 
 def unit_at(text: str, start: int) -> str:
