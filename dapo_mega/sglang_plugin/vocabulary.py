@@ -25,10 +25,17 @@ def draw_without_padding(draw: Callable[..., Any], sampler: Any, probs: Tensor, 
 def choose_without_padding(
     choose: Callable[..., Any], sampler: Any, output: Any, info: Any, *more: Any, **named: Any
 ) -> Any:
-    """Greedy answers take the likeliest token; their log-probs are those of tokens alone."""
-    if info.is_all_greedy:
-        output.next_token_logits[:, _num_tokens() :] = float("-inf")
-    return choose(sampler, output, info, *more, **named)
+    """Greedy answers take the likeliest token, whose log-prob counts the others as before."""
+    if not info.is_all_greedy:
+        return choose(sampler, output, info, *more, **named)
+    logits = output.next_token_logits
+    everything = logits.float().logsumexp(-1)
+    logits[:, _num_tokens() :] = float("-inf")
+    share = logits.float().logsumexp(-1) - everything
+    chosen = choose(sampler, output, info, *more, **named)
+    if output.next_token_logprobs is not None:
+        output.next_token_logprobs = output.next_token_logprobs + share
+    return chosen
 
 
 def _num_tokens() -> int:
