@@ -58,15 +58,10 @@ def test_references_of_the_shared_benchmarks_are_graded_correct_in_every_form(wr
 @pytest.mark.skipif(not DATA.is_dir(), reason="no shared/data beside the repository")
 def test_reference_solutions_are_graded_correct_as_they_are_written(wrong):
     columns = {"gsm8k": ("gsm8k-test.jsonl", "answer"), "minerva": ("minerva-math.jsonl", "solution")}
-    refused = {}
     for name, (file, column) in columns.items():
         solutions = [json.loads(line)[column] for line in (DATA / file).read_text().splitlines()]
         truths = [prompt.ground_truth for prompt in prompts_of(name)]
-        refused[name] = wrong(name, list(zip(solutions, truths, strict=True)))
-    assert refused["minerva"] == []
-    # Three solutions speak of "the answer" in the middle of a calculation; ### is a heading to the grader.
-    assert len(refused["gsm8k"]) == 3
-    assert all(re.search(r"the answer\b.*:", solution) for solution, _ in refused["gsm8k"])
+        assert wrong(name, list(zip(solutions, truths, strict=True))) == []
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="no shared/data beside the repository")
