@@ -8,30 +8,22 @@ thought, and a box or thought that never ends, states nothing.
 
 import re
 import unicodedata
-from dataclasses import dataclass
 from typing import Final
 
 from dapo_mega.rewards import denials, prose
 from dapo_mega.rewards.bounds import MAX_ANSWER_CHARACTERS
-from dapo_mega.rewards.normalization import closing_brace
+from dapo_mega.rewards.formulas import (
+    BOX,
+    PERCENT,
+    Span,
+    find_boxes,
+    find_formulas,
+    joined_formulas,
+    listed,
+    listed_boxes,
+)
 from dapo_mega.rewards.signs import OTHER_DIGITS, PARTS_OF_ONE
 from dapo_mega.rewards.thoughts import spoken
-
-_BOX = re.compile(r"\\[fb]?box(?:ed)?(?![a-zA-Z])[ \t]*(?:\[[^\[\]\n]{0,80}\])?")
-_BARE_BOX = re.compile(r"[^\s${},.;\\]{1,40}")
-_MATH_TOKEN = re.compile(r"\\\\|\\\$|\$\$|\$|\\[\[\]()]|\n")
-_CLOSING: Final = {"$$": "$$", "$": "$", "\\[": "\\]", "\\(": "\\)"}
-
-# The words between two boxes of one sentence: short, and no second thought.
-_LONGEST_LINK: Final = 70
-_LINK_WORD = re.compile(r"(?<![a-zA-Z])(?:and|or|und|et)(?![a-zA-Z])|[,;&]")
-_SECOND_THOUGHT = re.compile(
-    r"(?i)(?<![a-z])(?:wait|actually|hmm|but|not|no|instead|rather|correct(?:ion|ed)?|so|hence|thus|therefore|then|sorry"
-    r"|which|where|since|because|i\.?e|simplif\w*|approx\w*|check|let|if|means|gives?|yields?)(?![a-z])|=>|\\implies|≈"
-    r"|\\approx|\\Rightarrow|\\to(?![a-z])|→"
-)
-_SENTENCE_END = re.compile(r"[.!?](?=\s)|\n[ \t]*\n")
-_LAYOUT = re.compile(r"\\(?:q?quad|[,;:! ]|text\w*|mbox|mathrm|\[|\]|\(|\))|[\s${}~]")
 
 # Where a cue may begin. A pattern that begins with a set of characters, here what stands before a word, is searched for
 # many times as fast as the cues themselves.
@@ -99,24 +91,13 @@ _INTRODUCED = re.compile(
     r"|(?:(?:is|still|indeed|therefore|thus|simply|actually)[,:]? )+)|^([A-J])[ \t]*(?:选项|项)$"
 )
 _UNDECIDED = re.compile(r"(?i)(?:correct|incorrect|right|wrong|unclear|not)(?![a-z])")
-_END_OF_PROOF = re.compile(r"\s*\\(?:blacksquare|square|Box|qed\w*|checkmark|therefore)\s*")
 _DIGIT = re.compile(r"[0-9]")
 _PROSE = re.compile(r"(?<![a-zA-Z0-9])[a-zA-Z]{3,}")
 _COMMAND = re.compile(r"\\(?:text\w*|mbox|mathrm|operatorname)\s*\{[^{}]*\}|\\(?:begin|end)\s*\{[a-z*]+\}|\\[a-zA-Z]+")
 
-_BASE = re.compile(r"_(?:[0-9]+|\{[^{}\n]{1,20}\})")
-_PERCENT = re.compile(r"[ \t]*(?:\\?%|(?:percent(?:age)?|pct)(?![a-zA-Z]))", re.IGNORECASE)
-_FORMULA_LINK = re.compile(
-    r"(?:\s|[,;&]|(?<![a-zA-Z])(?:and|or|und|et)(?![a-zA-Z])"
-    r"|(?<![a-zA-Z])(?!(?:and|or|und|et)(?![a-zA-Z]))[a-zA-Z]{1,12}(?=\s(?:and|or)\s))*"
-)
-_SAID_AFTER = re.compile(
-    rf"(?<![a-zA-Z])(?:is|are|equals|=)[ \t]+(?:[a-z]+[ \t]+){{0,2}}(?P<value>{prose.NUMBER.pattern})"
-)
 _CONCLUSION = re.compile(
     r"(?i)(?<![a-z])(?:is|are|so|thus|hence|therefore|then|total|answer|gives?|which|but|actually|wait|hmm|no)(?![a-z])|[.!?]\s"
 )
-_NUMBER_AT_END = re.compile(r"[0-9.]{0,19}[0-9]$")
 # What changes the number before it.
 _PART_OF_NUMBER = re.compile(
     r"(?i)_(?:[0-9]+|\{[^{}\n]{1,20}\})|[ \t]?[ap]\.?m(?![a-z])"
@@ -137,15 +118,6 @@ _CHOICE = re.compile(
 )
 # Another choice beside it: `either B or C`.
 _CHOICE_BEFORE = re.compile(r"(?<![a-zA-Z])\(?[A-J]\)?(?:,\s*|\s+)(?:(?:or|and|nor)\s+)?[(*]*$")
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Part of a text: where it starts, where the text goes on after it, and what it holds."""
-
-    start: int
-    end: int
-    content: str
 
 
 def tagged(text: str, *, must_close: bool) -> str | None:
@@ -178,7 +150,7 @@ def find_answer(response: str) -> str | None:
     if content is not None:
         return _inside(content)
     stated = _stated(text)
-    answer = _balanced(stated or (_last_value(text) if not _BOX.search(text) else None) or "")
+    answer = _balanced(stated or (_last_value(text) if not BOX.search(text) else None) or "")
     return answer if answer and not _ECHO.match(answer) and (stated or prose.is_carried_out(answer)) else None
 
 
@@ -203,11 +175,11 @@ def _inside(content: str) -> str | None:
         return content or None
     if stated := _stated(content):
         return stated
-    return content if len(content) <= MAX_ANSWER_CHARACTERS and not _formulas(content) else _last_value(content)
+    return content if len(content) <= MAX_ANSWER_CHARACTERS and not find_formulas(content) else _last_value(content)
 
 
 def _stated(text: str) -> str | None:
-    boxes = _boxes(text)
+    boxes = find_boxes(text)
     if boxes is None:
         # The last box never ends: the response was cut off in its answer.
         return None
@@ -223,7 +195,7 @@ def _stated(text: str) -> str | None:
         return marks[-1]["value"]
     if not boxes or not boxes[-1].content.strip():
         return None
-    return _listed(_last_sentence(text, boxes)) or None
+    return listed(listed_boxes(text, boxes)) or None
 
 
 def _cues(text: str, start: int) -> list[re.Match[str]]:
@@ -238,57 +210,6 @@ def _cues(text: str, start: int) -> list[re.Match[str]]:
             cues.append(cue)
             start = cue.end()
     return cues
-
-
-def _listed(contents: list[str]) -> str:
-    return ", ".join(dict.fromkeys(content.strip() for content in contents if content.strip()))
-
-
-# Boxes.
-
-
-def _boxes(text: str) -> list[_Span] | None:
-    r"""All outermost `\boxed{...}`; None where the last one never closes."""
-    boxes: list[_Span] = []
-    position = 0
-    while match := _BOX.search(text, position):
-        if match.end() < len(text) and text[match.end()] == "{":
-            close = closing_brace(text, match.end())
-            if close < 0:
-                return None
-            end, content = close + 1, text[match.end() + 1 : close]
-        elif bare := _BARE_BOX.match(text, match.end()):
-            end, content = bare.end(), bare.group()
-        else:
-            end, content = match.end(), ""
-        if not denials.is_denied(text, match.start(), end):
-            boxes.append(_Span(match.start(), end, content))
-        position = max(end, match.end())
-    return boxes
-
-
-def _last_sentence(text: str, boxes: list[_Span]) -> list[str]:
-    """What the boxes hold that one sentence at the end lists, with the percent sign or base behind them."""
-    first = len(boxes) - 1
-    while first > 0 and _linked(text[boxes[first - 1].end : boxes[first].start]):
-        first -= 1
-    contents = []
-    for box in boxes[first:]:
-        percent = _PERCENT.match(text, box.end) or _PERCENT.match(text[box.end : box.end + 20].lstrip("$ )\\"))
-        base = _BASE.match(text, box.end)
-        after = "\\%" if percent and "%" not in box.content else base.group() if base else ""
-        contents.append(box.content + after)
-    return contents
-
-
-def _linked(between: str) -> bool:
-    if len(between) > _LONGEST_LINK or _SENTENCE_END.search(between) or _SECOND_THOUGHT.search(between):
-        return False
-    words = _LAYOUT.sub("", between)
-    return len(words) <= 8 or _LINK_WORD.search(between) is not None
-
-
-# Answer lines.
 
 
 def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
@@ -310,13 +231,13 @@ def _after_cue(text: str, cue: re.Match[str], *, has_box: bool) -> str | None:
     if corrected := _CORRECTED.match(sentence):
         sentence = corrected["rest"]
     sentence = prose.restated(prose.without_asides(sentence))
-    formulas = _formulas(sentence)
+    formulas = find_formulas(sentence)
     if formulas and denials.is_denied(sentence, formulas[-1].start, formulas[-1].end):
         del formulas[-1]
         if not formulas:
             return None
     if formulas:
-        return _joined_formulas(sentence, formulas)
+        return joined_formulas(sentence, formulas)
     plain = sentence.strip(_MARKUP).rstrip(_ENDS).strip(_MARKUP).lstrip("≈~=, ")
     if spelt := _SPELT.match(plain):
         plain = spelt["number"]
@@ -365,73 +286,13 @@ def _line(text: str, start: int, *, may_go_on: bool = True) -> str:
 
 
 def _first_sentence(line: str) -> str:
-    formulas = _formulas(line)
+    formulas = find_formulas(line)
     for stop in re.finditer(r"(?<!i\.e)[.!?](?=\s+[A-Z(\[]|\s*$)|\s(?=(?:I hope|because|since)\s)", line):
         if not any(formula.start <= stop.start() < formula.end for formula in formulas) and not (
             stop.start() <= 2 and line[: stop.start()].strip("(*").isalpha()
         ):
             return line[: stop.start()]
     return line
-
-
-# Formulas and numbers.
-
-
-def _formulas(text: str) -> list[_Span]:
-    """Everything between math delimiters, in order, in one pass. Inline formulas end with their line."""
-    spans: list[_Span] = []
-    if "$" not in text and "\\" not in text:
-        return spans
-    opening: re.Match[str] | None = None
-    for token in _MATH_TOKEN.finditer(text):
-        mark = token.group()
-        if mark in ("\\\\", "\\$"):
-            continue
-        if opening is None:
-            if mark in _CLOSING:
-                opening = token
-        elif mark == "\n":
-            if opening.group() in ("$", "\\("):
-                opening = None
-        elif mark == _CLOSING[opening.group()]:
-            content = text[opening.end() : token.start()]
-            if mark == "$" and _DIGIT.match(text, token.end()):
-                # The sign of money: `$5 and $7`.
-                opening = token
-            elif content.strip() and not _END_OF_PROOF.fullmatch(content):
-                spans.append(_Span(opening.start(), token.end(), content))
-                opening = None
-            else:
-                opening = None
-    return spans
-
-
-def _joined_formulas(text: str, formulas: list[_Span]) -> str:
-    """The last formula, with those before it that are listed with it, and with a percent sign behind it.
-
-    `The value of $x$ is 5` names its value after the last formula.
-    """
-    if said := _SAID_AFTER.search(text, formulas[-1].end):
-        return said["value"].strip()
-    first = len(formulas) - 1
-    while first > 0:
-        between = text[formulas[first - 1].end : formulas[first].start]
-        if len(between) > _LONGEST_LINK or not _FORMULA_LINK.fullmatch(between):
-            break
-        first -= 1
-    group = formulas[first:]
-    values = []
-    for formula in group:
-        value = formula.content.strip()
-        if boxes := _boxes(value):
-            value = _listed([box.content for box in boxes])
-        if "%" not in value and _PERCENT.match(text, formula.end):
-            value += "\\%"
-        values.append(value.rstrip(".,; "))
-    # `2$\sqrt{3}$`: the number outside belongs to the value.
-    if number := _NUMBER_AT_END.search(text[: group[0].start]):
-        values[0] = number.group() + values[0]
-    return _listed(values)
 
 
 def _result(text: str) -> re.Match[str] | None:
@@ -442,7 +303,7 @@ def _result(text: str) -> re.Match[str] | None:
     return prose.NUMBER.match(text, len(text) - len(text[equals + 1 :].lstrip()))
 
 
-def _last_outside(text: str, numbers: list[re.Match[str]], formulas: list[_Span]) -> re.Match[str] | None:
+def _last_outside(text: str, numbers: list[re.Match[str]], formulas: list[Span]) -> re.Match[str] | None:
     """The last number that stands in no formula and is not taken back."""
     outside = (
         n
@@ -457,7 +318,7 @@ def _last_value(text: str) -> str | None:
     """The last formula or number, whichever comes later; else a choice's letter."""
     whole = text.strip(" \t\r\n✓✔☑✅").strip("*#").strip().lstrip("=>∴→⇒ ").rstrip("。．！")
     is_short = 0 < len(whole) <= 100 and "\n" not in whole and not _OTHER_WORDS.search(whole)
-    if is_short and not _PROSE.search(_COMMAND.sub("", whole)) and not _formulas(whole):
+    if is_short and not _PROSE.search(_COMMAND.sub("", whole)) and not find_formulas(whole):
         numbers = list(prose.NUMBER.finditer(whole))
         is_denied_number = bool(numbers) and denials.is_denied(whole, numbers[-1].start(), numbers[-1].end())
         return None if is_denied_number or re.fullmatch(r"[A-Z]+[0-9]+[A-Z]+", whole) else whole
@@ -466,7 +327,7 @@ def _last_value(text: str) -> str | None:
     if none := denials.concluded_none(text):
         return yes["yes"] if (yes := prose.YES_OR_NO.search(text, max(0, len(text) - 100))) else none
     text = prose.without_asides(text)
-    formulas = _formulas(text)
+    formulas = find_formulas(text)
     if not formulas and "**" in text[-50:] and (word := prose.WORD_IN_BOLD.search(text, max(0, len(text) - 100))):
         return word["bold"]
     if formulas and denials.is_taken_back(text, formulas[-1].start, formulas[-1].end):
@@ -480,7 +341,7 @@ def _last_value(text: str) -> str | None:
         numbers = list(prose.NUMBER.finditer(text, max(0, len(text) - _LAST_WORDS)))
         last_number = _last_outside(text, numbers, formulas)
     if formulas and (last_number is None or formulas[-1].end >= last_number.end()):
-        return _joined_formulas(text, formulas)
+        return joined_formulas(text, formulas)
     if (
         last_number
         and text.rstrip()[-40:].split()[-1][:1].isupper()
@@ -493,7 +354,7 @@ def _last_value(text: str) -> str | None:
         return said
     if last_number is not None:
         last_number = _result(text) or last_number
-        percent = _PERCENT.match(text, last_number.end())
+        percent = PERCENT.match(text, last_number.end())
         tail = _PART_OF_NUMBER.match(text, last_number.end())
         after = tail.group() if tail else "%" if percent else prose.unit_at(text, last_number.end())
         return (prose.value_at(text, last_number) + after).strip()
