@@ -25,8 +25,6 @@ pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(file for file in CONFIGS.glob("*.yaml") if "architecture:" in file.read_text())
-# Like the file without it, but for engines, which a rehearsal has not.
-LEFT_OUT = {"qwen2.5-32b-dapo-128gpu-colocated": pytest.mark.whole_table}
 
 
 def shallow(file: Path, folder: Path, overrides: Sequence[str] = (), **changes: object) -> RunConfig:
@@ -54,7 +52,7 @@ LATENT = {
 @pytest.mark.parametrize(
     ("file", "overrides", "sizes"),
     [
-        *(pytest.param(file, [], {}, id=file.stem, marks=LEFT_OUT.get(file.stem, ())) for file in FILES),
+        *(pytest.param(file, [], {}, id=file.stem) for file in FILES),
         pytest.param(CONFIGS / "math-qwen2.5-7b-2nodes.yaml", ADAPTERS, {}, id="adapters"),
         pytest.param(CONFIGS / "gsm8k-qwen2.5-0.5b-1gpu.yaml", CRITIC, {}, id="critic and reference"),
         pytest.param(
