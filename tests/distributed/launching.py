@@ -98,6 +98,11 @@ def _become(variables: dict[str, str], log: str, errors: str | None = None) -> N
 def _run(variables: dict[str, str], log: str, script: str, arguments: list[str], errors: str | None = None) -> None:
     """What `python script *arguments` does."""
     _become(variables, log, errors)
+    run_as_main(script, arguments)
+
+
+def run_as_main(script: str, arguments: Sequence[str]) -> None:
+    """What `python script *arguments` does, in this process."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -17,9 +16,10 @@ import psutil
 import yaml
 
 from dapo_mega.metrics import read_metrics
-from tests.distributed.launching import REPOSITORY, kill, run_script, start_workers, wait_for
+from tests.distributed.launching import REPOSITORY, kill, run_script, start_script, start_workers, wait_for
 
 TRAIN = REPOSITORY / "launch" / "train_dapo.py"
+TORCHRUN = REPOSITORY / "tests" / "distributed" / "torchrun.py"
 
 
 def prepare(folder: Path) -> Path:
@@ -101,17 +101,16 @@ def kill_when(workers: list[BaseProcess], condition: Callable[[], bool], timeout
 
 def run_that_starts_again(script: Path, *arguments: object, limit_s: float = 240) -> str:
     """What two processes print that torchrun may start again once; they must come to their end."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    with subprocess.Popen(
-        [sys.executable, *torchrun, str(script), *map(str, arguments)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    ) as process:  # fmt: skip
+    torchrun = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    with tempfile.TemporaryDirectory() as folder:
+        process = start_script(TORCHRUN, [*torchrun, script, *arguments], log := Path(folder) / "log")
         try:
-            _, log = process.communicate(timeout=limit_s)
+            process.join(limit_s)
         finally:
             process.terminate()  # torchrun ends its processes.
-    assert process.returncode == 0, log[-3000:]
-    return log
+            process.join()
+        assert process.exitcode == 0, log.read_text()[-3000:]
+        return log.read_text()
 
 
 def read_status(output_dir: Path) -> dict[str, Any]:
