@@ -85,8 +85,8 @@ def _teachers(config: TrainingConfig) -> Iterable[str]:
 
 def is_free(name: str, config: TrainingConfig) -> bool:
     """Whether the key with this dotted name may change when the run resumes."""
-    is_compared = config.dpo if isinstance(config, SftConfig) else None
-    if name == "model.path" and (isinstance(config, RunConfig) and config.algorithm.uses_reference or is_compared):
+    needs_start = isinstance(config, RunConfig) and config.algorithm.uses_reference
+    if name == "model.path" and (needs_start or (isinstance(config, SftConfig) and config.dpo)):
         return False  # The reference is loaded from it.
     if name.endswith(".columns.data_source") and _teachers(config):
         return False  # It chooses among them.
