@@ -18,6 +18,7 @@ from dapo_mega.data.tokenizer import build_byte_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
+from dapo_mega.training import sft
 from dapo_mega.training.sft import run_sft
 from tests.distributed.tiny import save_random
 
@@ -278,3 +279,35 @@ def test_each_changed_key_takes_effect_at_a_resume_or_is_refused(config, tmp_pat
     for name in ("data.evaluation.columns.response", "data.evaluation.columns.messages"):
         assert found[name][0][1] == losses[1]
         assert found[name][0][2] != losses[2], name
+
+
+CHANGED_DATASET = {
+    "path": "copied",
+    "split": "other",
+    "columns": {"prompt": "other"},
+    "max_rows": 3,
+    "template": "={problem}",
+    "chat_template": True,
+}
+
+
+def test_each_key_of_a_dataset_changes_what_is_learnt_or_held_out(config, tmp_path):
+    """A resume is refused where what is learnt has another hash, and evaluates what is held out now."""
+    for folder, split, shift in (("rows", "train", 0), ("rows", "other", 1), ("copied", "train", 2)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        rows = [{"prompt": NUMBERS[i], "other": NUMBERS[i - 1], "response": "5"} for i in range(shift, shift + 5)]
+        (tmp_path / folder / f"{split}-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = yaml.safe_load(config.read_text())
+    dataset = {"path": str(tmp_path / "rows"), "template": "as_is"}
+
+    def hashes(**changed):
+        data = {"max_tokens": 40, "train": dataset, "evaluation": dataset, **changed}
+        loaded = sft._load(SftConfig.model_validate({**given, "data": data}))
+        return sft._fingerprint(loaded.training), sft._fingerprint(loaded.held_out)
+
+    learnt, held_out = hashes()
+    for key, value in CHANGED_DATASET.items():
+        changed = {**dataset, key: str(tmp_path / value) if key == "path" else value}
+        train, evaluation = hashes(train=changed), hashes(evaluation=changed)
+        assert (train[0] != learnt, train[1] == held_out) == (True, True), key
+        assert (evaluation[0] == learnt, evaluation[1] != held_out) == (True, True), key
