@@ -164,14 +164,19 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate_run_file(options: argparse.Namespace) -> None:
+    from dapo_mega.atomic_files import replace_file
     from dapo_mega.config import RunConfig, load_config
     from dapo_mega.evaluation.held_out import evaluate_checkpoint
 
+    if options.output:
+        if options.output.is_dir():
+            raise InputError(f"{options.output} is a folder; with --config the results are one file: give its name")
+        options.output.parent.mkdir(parents=True, exist_ok=True)
     metrics = evaluate_checkpoint(load_config(RunConfig, options.config, options.positional), options.samples)
     for name, value in metrics.items():
         print(f"{name.removeprefix('evaluation/'):24s} {value:.4f}")
     if options.output:
-        options.output.write_text(json.dumps(metrics, indent=2) + "\n")
+        replace_file(options.output, json.dumps(metrics, indent=2) + "\n")
 
 
 def _evaluate_model(options: argparse.Namespace, path: Path) -> None:

@@ -273,7 +273,7 @@ class WeightGatherer:
                     size = 0
                 buckets[-1] += together
                 size += num_bytes
-            for bucket in buckets:
+            for bucket in filter(None, buckets):  # A chunk without layers has no adapters.
                 yield _BucketPlan(owner, sorted(bucket, key=lambda parameter: -parameter.dtype.itemsize))
 
     def _group(self, plan: _BucketPlan) -> range:

@@ -82,7 +82,7 @@ class TokenScoring(MegatronModel):
 
 
 class ScoringModel(TokenScoring):
-    """A Megatron model that can score response tokens and does not learn: the reference."""
+    """A Megatron model that can score response tokens and does not learn: a reference or a teacher."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ScoringModel(TokenScoring):
         compute = (compute or ComputeConfig()).of_frozen_model()
         stored = open_policy(Path(model.path))
         make_stage = _stage_maker(stored.arch, temperature, compute)
-        super().__init__(stored, model, parallel, processes, compute, make_stage)
+        super().__init__(stored, model, stored.arch.layout_beside(parallel), processes, compute, make_stage)
 
 
 class MegatronPolicy(TrainedModel, TokenScoring):

@@ -47,7 +47,7 @@ class ValueModel(TrainedModel):
         super().__init__(
             stored,
             model,
-            parallel,
+            stored.arch.layout_beside(parallel),
             optimizer,
             processes,
             make_stage=partial(ValueStage, has_bias=stored.arch.value_bias),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -334,6 +334,14 @@ class Architecture:
             )
         self._check_experts(parallel)
         self._check_delta(parallel)
+
+    def layout_beside(self, parallel: ParallelConfig) -> ParallelConfig:
+        """The layout that a teacher or a critic has beside a policy in this one: without experts these are not spread,
+        and with another number of layers those are spread evenly."""
+        changes: dict[str, Any] = {} if self.experts else {"expert": 1, "expert_tensor": 1}
+        if sum(parallel.pipeline_layout or ()) != self.num_layers:
+            changes["pipeline_layout"] = None
+        return parallel.model_copy(update=changes)
 
     def _check_delta(self, parallel: ParallelConfig) -> None:
         if self.gated_delta is None:

@@ -149,7 +149,7 @@ def _critic_notes(config: RunConfig) -> list[str]:
     if not path.is_dir():
         return [f"critic.path={path} is not on this machine; it is not checked against the policy and the layout"]
     (family, arch), policy = critic_architecture(path), find_architecture(config)[0]
-    arch.check_layout(config.parallel)
+    arch.check_layout(arch.layout_beside(config.parallel))
     if config.critic_lora:
         check_lora(config.critic_lora, family, arch)
     if policy and arch.vocab_size < policy.vocab_size:
@@ -181,7 +181,8 @@ def _teacher_notes(config: RunConfig, distillation: DistillationConfig) -> list[
     notes = []
     for name, teacher in distillation.teachers.items():
         if teacher.path and Path(teacher.path).is_dir():
-            load_architecture(Path(teacher.path))[1].check_layout(config.parallel)
+            arch = load_architecture(Path(teacher.path))[1]
+            arch.check_layout(arch.layout_beside(config.parallel))
         elif teacher.path:
             notes.append(f"distillation.teachers.{name}.path={teacher.path} is not on this machine; it is not checked")
     return notes

@@ -27,7 +27,8 @@ class Workload:
         distillation = self.config.distillation
         paths = [Path(teacher.path) for teacher in distillation.listed if teacher.path] if distillation else []
         archs = [load_architecture(path)[1] if path.is_dir() else self.placement.arch for path in paths]
-        return [replace(self.placement, arch=arch) for arch in archs]
+        parallel = self.placement.parallel
+        return [replace(self.placement, arch=arch, parallel=arch.layout_beside(parallel)) for arch in archs]
 
     @property
     def longest(self) -> int:

@@ -34,7 +34,7 @@ class RecordedStep:
 
 def read_account(path: Path) -> dict[str, Any]:
     """The account in a file, without its rows. Raises InputError if it is no file of samples."""
-    with errors_of_reading(path, "remove it"):
+    with errors_of_reading(path, "give a file of samples that is whole"):
         return account_of(pq.read_metadata(path).metadata)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dapo_mega.algorithms.own_code import code_hash
-from dapo_mega.config import RunConfig, TrainingConfig, load_config
+from dapo_mega.config import RunConfig, SftConfig, TrainingConfig, load_config
 from dapo_mega.config.base import differences, may_change_at_resume
 from dapo_mega.config.paths import paths_in
 from dapo_mega.errors import InputError
@@ -63,6 +63,9 @@ def changes_since(config: TrainingConfig, folder: Path, may_change: Callable[[st
     if there are none, no run, or none whose configuration can be read."""
     saved, _ = saved_config(config, folder)
     changed = differences(saved, config) if saved else {}
+    old, new = (sorted(_teachers(each)) for each in (saved or config, config))
+    if old != new:  # Of one with servers each key may change, and yet not that there is one.
+        changed["distillation.teachers"] = (old, new)
     return "; ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items() if not may_change(name))
 
 
@@ -76,13 +79,20 @@ def saved_config(config: TrainingConfig, folder: Path) -> tuple[TrainingConfig |
         return None, " ".join(str(error).split())
 
 
+def _teachers(config: TrainingConfig) -> Iterable[str]:
+    return config.distillation.teachers if isinstance(config, RunConfig) and config.distillation else ()
+
+
 def is_free(name: str, config: TrainingConfig) -> bool:
     """Whether the key with this dotted name may change when the run resumes."""
-    if name == "model.path" and isinstance(config, RunConfig) and config.algorithm.uses_reference:
+    needs_start = isinstance(config, RunConfig) and config.algorithm.uses_reference
+    if name == "model.path" and (needs_start or (isinstance(config, SftConfig) and config.dpo)):
         return False  # The reference is loaded from it.
+    if name.endswith(".columns.data_source") and _teachers(config):
+        return False  # It chooses among them.
     if name in ("model.path", "critic.path") and config.lora:
         return False  # Checkpoints lack the weights that adapters are beside.
-    if name == "num_steps" and config.optimizer.schedule != "constant":
+    if name in ("num_steps", "epochs") and config.optimizer.schedule != "constant":
         return False  # The learning rate depends on it.
     if name in ("algorithm.entropy_step", "algorithm.entropy_max") and isinstance(config, RunConfig):
         return config.algorithm.entropy_target is None  # They act on nothing else.

@@ -12,7 +12,7 @@ from dapo_mega.models.peft_adapters import factor_shape, trained_names, write_ad
 
 from .tables import run_now
 from .test_parallel_parity import assert_learns_the_same, only
-from .three_updates import learnt, three_updates
+from .three_updates import learnt, relative_error, three_updates
 from .tiny import (
     has_delta,
     make_deepseek_v3_model,
@@ -176,6 +176,8 @@ def test_adapters_learn_the_same_under_every_layout(results, kind, name):
     frozen = expected["after"].keys() - set(changed)
     assert all(torch.equal(got["after"][weight], got["before"][weight]) for weight in frozen)
     assert_learns_the_same(only(got, changed), only(expected, changed))
+    assert got["adapters"].keys() == expected["adapters"].keys()
+    assert relative_error(got["adapters"], expected["adapters"]) < 1e-5
 
 
 def test_the_targets_learn_and_nothing_else(results):

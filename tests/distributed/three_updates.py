@@ -103,6 +103,8 @@ def _three_updates(name, case, model, checkpoints):
             CheckpointStore(checkpoints / name, keep_last=1).save(policy, state, state.step)
     after = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
     after = {name: tensor.clone() for name, tensor in after.items()}
+    buckets = policy.selected("adapters").weights(1 << 14) if "lora" in case else ()
+    adapters = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
     biases = expert_biases(policy)
     deterministic = torch.are_deterministic_algorithms_enabled()
     parallel_state.destroy_model_parallel()
@@ -114,6 +116,7 @@ def _three_updates(name, case, model, checkpoints):
         "scores": scores,
         "before": before,
         "after": after,
+        "adapters": adapters,
         "counts": counts,
         "expert_biases": biases,
         "resumed": done > 0,

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -68,21 +67,6 @@ def printed_by(name, *more, program=("tools/benchmark.py",)):
         result = subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     return form(result.stdout)
-
-
-@pytest.fixture(scope="module")
-def peer(tmp_path_factory):
-    """The interpreter of an environment with TRL, which takes all else from this one."""
-    folder = tmp_path_factory.mktemp("peer")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    python = folder / "bin" / "python"
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages]
-    installed = subprocess.run([*command, "trl==1.16.0", "accelerate>=1.10,<2"], capture_output=True, text=True)
-    if installed.returncode:
-        pytest.skip(f"TRL cannot be installed: {installed.stderr.strip().splitlines()[-1]}")
-    (packages / "this_environment.pth").write_text(sysconfig.get_path("purelib"))
-    return python
 
 
 def test_every_benchmark_is_run_by_a_test():

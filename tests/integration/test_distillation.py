@@ -1,6 +1,8 @@
 """On-policy distillation as whole runs: a teacher in a folder, and one on a real SGLang server."""
 
 import asyncio
+import json
+import shutil
 from functools import partial
 from itertools import groupby
 
@@ -22,6 +24,7 @@ from dapo_mega.metrics import read_metrics
 from dapo_mega.training.replay import replay
 from dapo_mega.training.run import run_training
 from dapo_mega.types import Group, Prompt, ScoredTrajectory, Turn
+from tests.distributed.tiny import make_moe_model
 from tests.unit.rewards.local_server import serving
 
 from .runs import decisive, finish, prepare, prepare_data, start
@@ -165,6 +168,49 @@ def test_the_most_probable_tokens_teach_the_same_from_a_server_and_in_every_layo
     stop_processes()
     with pytest.raises(InputError, match=r"distillation\.top_k=9999 is more than the \d+ tokens of model\.path; lower"):
         run_training(load_config(RunConfig, file, [*from_folder, "distillation.top_k=9999", f"output_dir={served}x"]))
+
+
+@pytest.fixture(scope="module")
+def experts(task):
+    """A mixture of experts with the tokens of the run's model."""
+    model = task[0].parent / "model"
+    folder = make_moe_model(model.with_name("experts"), num_layers=2, vocab_size=sizes_of(model)["vocab_size"])
+    for file in model.glob("*token*"):
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+def sizes_of(model):
+    return json.loads((model / "config.json").read_text())
+
+
+# The teacher is dense, and has three layers; a mixture and the run's model have two.
+UNEVEN = "parallel={pipeline: 2, pipeline_layout: [0, 2]}"
+LAYOUTS = {
+    "dense": (UNEVEN, "parallel={context: 2}"),
+    "experts": ("parallel={expert: 2}", "parallel={expert: 2, tensor: 2, sequence: true}", UNEVEN),
+}
+
+
+@pytest.mark.whole_table
+@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize(("kind", "rank"), [("dense", 4), ("experts", 0), ("experts", 4)])
+def test_a_teacher_of_another_kind_teaches_mixtures_and_adapters_in_every_layout(
+    task, experts, tmp_path, kind, rank, top_k
+):
+    file, teacher = task
+    given = [f"distillation={{teachers: {{default: {{path: {teacher}}}}}, top_k: {top_k}}}", "num_steps=2"]
+    given += [f"model.path={experts}"] * (kind == "experts") + [f"lora={{rank: {rank}}}"] * bool(rank)
+    runs = {}
+    for layout in ("parallel={}", *LAYOUTS[kind]):
+        output = tmp_path / str(len(runs))
+        finish(start(file, 1 + bool(runs), output, *given, *NO_EVALUATION, layout), output)
+        runs[layout] = read_metrics(output / "metrics.jsonl")
+    for layout, records in runs.items():
+        for record, expected in zip(records, runs["parallel={}"], strict=True):
+            for name in ("policy/kl_to_teacher", "policy/loss", "policy/grad_norm"):
+                assert record[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (layout, name)
+    assert runs["parallel={}"][1]["policy/grad_norm"] != runs["parallel={}"][0]["policy/grad_norm"]
 
 
 def test_a_teacher_that_dies_in_a_step_is_told_and_nothing_is_lost(task, tmp_path):

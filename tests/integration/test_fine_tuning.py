@@ -3,19 +3,24 @@
 import json
 import math
 import shutil
+import subprocess
 
 import pytest
 import torch
 import yaml
+from transformers import Qwen2Config
 
 from dapo_mega.checkpoints.folders import step_of
 from dapo_mega.config import SftConfig, load_config
 from dapo_mega.config.base import may_change_at_resume
 from dapo_mega.data import load_demonstrations, load_tokenizer
+from dapo_mega.data.tokenizer import build_byte_tokenizer
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
+from dapo_mega.training import sft
 from dapo_mega.training.sft import run_sft
+from tests.distributed.tiny import save_random
 
 from .runs import REPOSITORY, finish, prepare, start
 
@@ -129,6 +134,75 @@ def test_loss_and_accuracy_are_those_of_transformers_in_every_layout(config, tmp
         assert after["evaluation/loss"] == pytest.approx(exported, abs=2e-6), name
 
 
+MARKED = (
+    "{% if tools %}<|s|>tools\n{{ tools | tojson }}<|e|>\n{% endif %}"
+    "{% for m in messages %}<|s|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}({{ call.function | tojson }}){% endfor %}<|e|>{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m.content }}<|e|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|s|>assistant\n{% endif %}"
+)
+# Kind of rows -> the columns that TRL reads, and ours.
+KINDS = {
+    "conversation": ({"messages": "messages"}, {"messages": "messages"}),
+    "prompt and completion": (
+        {"prompt": "prompt", "completion": "completion"},
+        {"prompt": "prompt", "response": "completion"},
+    ),
+    "last turn": ({"prompt": "before", "completion": "last"}, {"messages": "messages"}),
+    "tools": ({"messages": "with_calls", "tools": "tools"}, {"messages": "with_calls", "tools": "tools"}),
+    "text": ({"prompt": "asked", "completion": "said"}, {"prompt": "asked", "response": "said"}),
+}
+
+
+def marked_row(i):
+    """A row of all kinds; every role, and text that is not ASCII."""
+    said = [{"role": "user", "content": f"{i} + {i}?"}, {"role": "assistant", "content": f"{2 * i}."}]
+    said = [{"role": "system", "content": "Add."}, *said, {"role": "user", "content": "É?"}]
+    said.append({"role": "assistant", "content": "yes, " * i + "sure"})
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": i}}}
+    asking = {"role": "assistant", "content": "", "tool_calls": [call]}
+    with_calls = [*said[:2], asking, {"role": "tool", "content": str(2 * i)}, {**said[2], "tool_calls": []}]
+    split = {"prompt": said[:2], "completion": said[2:], "before": said[:-1], "last": said[-1:]}
+    return {"messages": said, "with_calls": with_calls, "tools": tools, "asked": f"{i}+{i}=", "said": "so", **split}
+
+
+@pytest.mark.whole_table  # A minute, in which TRL is installed.
+def test_losses_are_those_that_trl_has_on_the_same_rows(peer, tmp_path):
+    model, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    tokenizer = build_byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|s|>", "<|e|>"], "eos_token": "<|e|>"})
+    tokenizer.chat_template, tokenizer.split_special_tokens = MARKED, False
+    tokenizer.save_pretrained(model)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    save_random(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes, **ids), model, scale=0.02)
+    rows.write_text("".join(json.dumps(marked_row(i)) + "\n" for i in range(1, 6)))
+    kinds = json.dumps({name: of_trl for name, (of_trl, _) in KINDS.items()})
+    program = REPOSITORY / "tests" / "integration" / "losses_of_trl.py"
+    result = subprocess.run([peer, program, model, rows, kinds], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    expected = json.loads(result.stdout.splitlines()[-1])
+    found = {}
+    for name, (_, columns) in KINDS.items():
+        dataset = {"path": str(rows), "template": "as_is", "chat_template": name != "text", "columns": columns}
+        values = {
+            "output_dir": str(tmp_path / name),
+            "num_steps": 1,
+            "batch_samples": 5,
+            "threads_per_process": 1,
+            "model": {"path": str(model), "dtype": "fp32"},
+            "data": {"train": dataset, "evaluation": dataset, "loss_on": "last" if name == "last turn" else "all"},
+            "evaluation": {"every": 1, "at_start": True},
+        }
+        run_sft(SftConfig.model_validate(values))
+        before, first = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert first["policy/loss"] == pytest.approx(before["evaluation/loss"], abs=1e-6)
+        found[name] = before["evaluation/loss"]
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert len({round(loss, 4) for loss in found.values()}) == len(KINDS) - 1, found  # Two are of the same turns.
+
+
 def test_epochs_count_demonstrations_and_weights_mix_them(config, tmp_path):
     records = run(config, tmp_path, "num_steps=0", "epochs=4")
     assert [record["step"] for record in records] == list(range(9)), "4 x 10 demonstrations in batches of 5"
@@ -205,3 +279,35 @@ def test_each_changed_key_takes_effect_at_a_resume_or_is_refused(config, tmp_pat
     for name in ("data.evaluation.columns.response", "data.evaluation.columns.messages"):
         assert found[name][0][1] == losses[1]
         assert found[name][0][2] != losses[2], name
+
+
+CHANGED_DATASET = {
+    "path": "copied",
+    "split": "other",
+    "columns": {"prompt": "other"},
+    "max_rows": 3,
+    "template": "={problem}",
+    "chat_template": True,
+}
+
+
+def test_each_key_of_a_dataset_changes_what_is_learnt_or_held_out(config, tmp_path):
+    """A resume is refused where what is learnt has another hash, and evaluates what is held out now."""
+    for folder, split, shift in (("rows", "train", 0), ("rows", "other", 1), ("copied", "train", 2)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        rows = [{"prompt": NUMBERS[i], "other": NUMBERS[i - 1], "response": "5"} for i in range(shift, shift + 5)]
+        (tmp_path / folder / f"{split}-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = yaml.safe_load(config.read_text())
+    dataset = {"path": str(tmp_path / "rows"), "template": "as_is"}
+
+    def hashes(**changed):
+        data = {"max_tokens": 40, "train": dataset, "evaluation": dataset, **changed}
+        loaded = sft._load(SftConfig.model_validate({**given, "data": data}))
+        return sft._fingerprint(loaded.training), sft._fingerprint(loaded.held_out)
+
+    learnt, held_out = hashes()
+    for key, value in CHANGED_DATASET.items():
+        changed = {**dataset, key: str(tmp_path / value) if key == "path" else value}
+        train, evaluation = hashes(train=changed), hashes(evaluation=changed)
+        assert (train[0] != learnt, train[1] == held_out) == (True, True), key
+        assert (evaluation[0] == learnt, evaluation[1] != held_out) == (True, True), key

@@ -18,6 +18,7 @@ from dapo_mega.errors import InputError
 from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
 from dapo_mega.training.sft import run_sft
+from tests.distributed.tiny import make_moe_model
 
 from .runs import REPOSITORY, finish, prepare, start
 
@@ -163,6 +164,26 @@ def test_two_processes_learn_the_same(values, run, tmp_path, layout):
     for step in (1, 2, 3):
         for name in ("policy/loss", "policy/grad_norm", "preference/margin"):
             assert mine[step][name] == pytest.approx(expected[step][name], rel=1e-5, abs=1e-8), (step, name)
+
+
+@pytest.mark.whole_table
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("layout", ["expert: 2", "expert: 2, tensor: 2, sequence: true", "pipeline: 2", "context: 2"])
+def test_mixtures_of_experts_and_their_adapters_learn_the_same_on_two_processes(values, tmp_path, layout, rank):
+    model = Path(values["model"]["path"])
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    experts = make_moe_model(tmp_path / "experts", num_layers=2, vocab_size=vocab_size)
+    for file in model.glob("*token*"):
+        shutil.copyfile(file, experts / file.name)
+    changes = {"model": {**values["model"], "path": str(experts)}, "lora": {"rank": rank} if rank else None}
+    expected = records(tuned(values, f"{layout} {rank}", **changes))
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({**values, **changes}))
+    finish(start(file, 2, tmp_path / "run", f"parallel={{{layout}}}", script=SFT), tmp_path / "run")
+    mine = records(tmp_path / "run")
+    for step in (1, 2, 3):
+        for name in ("policy/loss", "policy/grad_norm", "preference/margin"):
+            assert mine[step][name] == pytest.approx(expected[step][name], rel=5e-5, abs=1e-8), (step, name)
 
 
 def test_adapters_learn_against_the_weights_without_them(values):

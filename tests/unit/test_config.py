@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from dapo_mega.algorithms.policy_losses import ClipLoss
-from dapo_mega.config import PRESETS, AlgorithmConfig, RunConfig, dump_config, load_config
+from dapo_mega.config import PRESETS, AlgorithmConfig, RunConfig, SftConfig, dump_config, load_config
 from dapo_mega.config.base import differences, may_change_at_resume, merged
 from dapo_mega.config.choices import owner_of
 from dapo_mega.config.files import read_yaml
@@ -284,6 +284,33 @@ def test_a_resume_with_another_seed_is_not_told_to_accept_what_cannot_be_accepte
     with pytest.raises(InputError, match=r"add --accept-changes .*, which other training prompts do not allow"):
         refuse_changes(other, file.parent)
     refuse_changes(other, file.parent, accepted=True)
+
+
+def test_what_chooses_teachers_or_is_the_reference_does_not_change_unsaid(file):
+    """A teacher with servers, all of whose keys are free; of preferences the model that training starts from; and the
+    number of steps, by whichever key, where the learning rate depends on it."""
+    teachers = "distillation.teachers={default: {urls: [http://a:1]}%s}"
+
+    def changed(kind, before, after):
+        (file.parent / "config.yaml").write_text(dump_config(load_config(kind, file, before)))
+        refuse_changes(load_config(kind, file, after), file.parent)
+
+    def refused(kind, before, after, said):
+        with pytest.raises(InputError, match=said):
+            changed(kind, before, after)
+
+    one, two = [teachers % ""], [teachers % ", math: {urls: [http://b:1]}"]
+    changed(RunConfig, one, [(teachers % "").replace("a:1", "c:1")])
+    refused(RunConfig, one, two, r"distillation\.teachers: \['default'\] -> \['default', 'math'\]")
+    refused(RunConfig, two, one, r"distillation\.teachers: ")
+    refused(RunConfig, one, [*one, "data.train.columns.data_source=kind"], r"columns\.data_source: None -> 'kind'")
+    changed(RunConfig, [], ["data.train.columns.data_source=kind"])
+    changed(SftConfig, [], ["model.path=other"])
+    pairs = ["dpo={}", "data.train.columns.rejected=worse"]
+    refused(SftConfig, pairs, [*pairs, "model.path=other"], r"model\.path: .*other'")
+    changed(SftConfig, ["epochs=1"], ["epochs=2"])
+    falling = ["optimizer.schedule=cosine"]
+    refused(SftConfig, [*falling, "epochs=1"], [*falling, "epochs=2"], r"epochs: 1\.0 -> 2\.0")
 
 
 def test_the_entropy_bonus_of_a_run_that_knew_no_bound_stays_unbounded_until_it_is_accepted(file):

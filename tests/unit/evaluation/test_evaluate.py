@@ -17,6 +17,7 @@ from dapo_mega.data import load_tokenizer
 from dapo_mega.engines.lockstep import LockstepLoop
 from dapo_mega.engines.protocol import Generation
 from dapo_mega.errors import InputError
+from dapo_mega.evaluation import held_out
 from dapo_mega.evaluation.benchmarks import sources
 from dapo_mega.evaluation.choices import Choices
 from dapo_mega.evaluation.model_folder import open_model
@@ -388,6 +389,16 @@ def test_engines_that_the_command_starts_sample_by_seeds_unless_they_must_not():
         evaluate.parse_arguments(["m", "--benchmarks", "gsm8k", "--no-deterministic"])
 
 
+def test_the_folder_of_a_runs_results_is_made_before_anything_is_asked(tmp_path, monkeypatch):
+    file = tmp_path / "of mine" / "trained.json"
+    asked = {"evaluation/k": 1.0}
+    monkeypatch.setattr("dapo_mega.config.load_config", lambda *given: None)
+    monkeypatch.setattr(held_out, "evaluate_checkpoint", lambda *given: asked if file.parent.is_dir() else {})
+    start(monkeypatch, "--config", "run.yaml", "--output", file)
+    assert json.loads(file.read_text()) == asked
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
 def test_what_cannot_be_evaluated_is_one_line(model, data, tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -403,6 +414,7 @@ def test_what_cannot_be_evaluated_is_one_line(model, data, tmp_path, monkeypatch
         ([*of_data, "--config", "run.yaml"], "--config excludes --benchmarks, --data: the run's file decides"),
         (["--config", "run.yaml", "--k", "4", "--seed", "1"], "--config excludes --k, --seed: the run's file decides"),
         ([model, *of_data, "--samples", tmp_path], "--samples is for --config"),
+        (["--config", "run.yaml", "--output", tmp_path], "is a folder; with --config the results are one file"),
         ([tmp_path / "absent", *of_data], "absent is not a folder; give a Hugging Face checkpoint, a run's folder"),
         ([tmp_path / "empty", *of_data], "holds neither config.json nor checkpoints"),
         ([broken, *of_data], "model.safetensors"),

@@ -156,6 +156,17 @@ def test_layouts_that_do_not_fit_the_model_are_refused_with_those_that_do(layout
         arch.check_layout(ParallelConfig(**layout))
 
 
+def test_a_model_of_other_sizes_beside_a_policy_fits_into_its_layout():
+    given = ParallelConfig(
+        tensor=2, sequence=True, pipeline=2, pipeline_layout=[2, 4], expert=2, expert_tensor=2, world_size=8
+    )
+    dense, mixture = architecture(), replace(architecture(), num_layers=6, experts=EXPERTS)
+    assert mixture.layout_beside(given) == given
+    found = dense.layout_beside(given)
+    dense.check_layout(found)
+    assert found == ParallelConfig(tensor=2, sequence=True, pipeline=2, world_size=8)
+
+
 def test_blocks_of_fp8_that_sequence_parallelism_would_cut_are_refused():
     sequence = ParallelConfig(tensor=2, sequence=True)
     latent = LatentAttention(256, 512, 128, 64, 128)
