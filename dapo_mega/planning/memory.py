@@ -162,7 +162,7 @@ def activation_parts(workload: Workload, placement: RankLayout, stage: int) -> t
 
 def working_set(model: ActivationModel, stage: int, *, learns_output: bool) -> float:
     """Bytes of temporary tensors besides the activations: the output layer's, or one layer's gradients."""
-    layer = _layer_gradients(model)
+    layer = _layer_gradients(model) if model.placement.stage_layers[stage] else 0.0
     if stage != model.placement.parallel.pipeline - 1:
         return layer
     if model.placement.arch.has_value_head:
