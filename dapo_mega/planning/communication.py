@@ -3,13 +3,15 @@ ranks."""
 
 import math
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from dapo_mega.config import RunConfig
+from dapo_mega.config import LoraConfig, RunConfig
 from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.parameters import (
     DTYPE_BYTES,
     ParameterBytes,
+    adapted_in,
     fp8_elements,
     num_trained_parameters,
     stage_buffers,
@@ -102,10 +104,11 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     """Within a replica, of the stage that sends the most of each kind."""
     config, placement = workload.config, workload.placement
     epochs = float(config.batch.epochs)
-    # Of each model the passes over the step's tokens: forward (scoring, updates) and backward.
-    models = [(placement, 1 + epochs + config.algorithm.uses_reference, epochs)]
-    models += [(placement.of_critic, 1 + epochs, epochs)] * config.uses_critic
-    models += [(layout, 1.0, 0.0) for layout in workload.teachers]
+    # Of each model its adapters and the passes over the step's tokens: forward (scoring, updates) and backward.
+    models = [(placement, config.lora, 1 + epochs, epochs)]
+    models += [(placement.of_critic, config.critic_lora, 1 + epochs, epochs)] * config.uses_critic
+    frozen = [placement] * config.algorithm.uses_reference + workload.teachers
+    models += [(layout, None, 1.0, 0.0) for layout in frozen]
     by_model = []
     for model in models:
         stages = [_of_stage(workload, *model, kind, stage) for stage in range(placement.parallel.pipeline)]
@@ -117,7 +120,13 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
 
 
 def _of_stage(
-    workload: Workload, placement: RankLayout, forward: float, backward: float, kind: LayerKind, stage: int
+    workload: Workload,
+    placement: RankLayout,
+    lora: LoraConfig | None,
+    forward: float,
+    backward: float,
+    kind: LayerKind,
+    stage: int,
 ) -> list[Traffic]:
     """Of a model's forward and backward passes on a stage. t and s are a process's tokens of a whole step, without and
     with sequence parallelism."""
@@ -137,22 +146,30 @@ def _of_stage(
     has_shared = experts is not None and experts.shared_ffn_hidden_size is not None
     blocks = 2 * layers - (0 if has_shared else with_experts)
     # Around the embedding in the forward pass and around the output layer in the backward pass, or half of each under
-    # sequence parallelism; a critic's output layer has none.
-    embedding, head = ((forward + backward) / 2,) * 2 if parallel.sequence else (forward, backward)
+    # sequence parallelism; a critic's output layer has none, and a frozen embedding needs no gradient.
+    embedding, head = forward, backward
+    if parallel.sequence:
+        embedding, head = (forward + backward * (lora is None)) / 2, (forward + backward) / 2
     at_ends = (stage == 0) * embedding + (stage == parallel.pipeline - 1 and not arch.has_value_head) * head
     num_reductions = passes * blocks + at_ends
     tensor = num_reductions * 2 * hidden * ring
     # Of latent attention the latent vectors are gathered in place of the hidden states, and scattered backwards.
     latents, repeated = _attention_inputs(arch)
     tensor += (passes if parallel.sequence else 2 * backward) * layers * (latents - 1) * hidden * ring
-    if parallel.sequence and not config.lora:
+    if lora:
+        for weight, *_ in chain.from_iterable(adapted_in(arch, layer, lora) for layer in numbers):
+            if weight.is_cut and weight.placed.expert is None:
+                # What is between A and B is gathered or scattered forwards and backwards, or summed once.
+                times = passes if parallel.sequence else 2 * (passes - backward if weight.is_row else backward)
+                tensor += times * len(weight.parts) * lora.rank * tokens * element * ring
+    if parallel.sequence and not lora:
         tensor += backward * (blocks + layers * (repeated - 1)) * hidden * ring
         # Each process has gradients of its own tokens of the products that make latent vectors, and of routers.
         own = with_experts * experts.number * arch.hidden_size if experts else 0.0
         if arch.latent_attention:
             own += layers * (latents - (arch.latent_attention.query_rank is None)) * arch.hidden_size**2
         tensor += (backward > 0) * config.batch.updates_per_step * own * 4 * 2 * ring
-    tensor -= _saved_by_fp8(config, placement, numbers, passes - backward, backward) * hidden * ring
+    tensor -= _saved_by_fp8(config, placement, numbers, passes - backward, backward, lora is None) * hidden * ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.
     gathers = passes * layers * placement.gathers_projection
     projection = gathers * tokens * placement.projected_heads * arch.head_dim * element * ring
@@ -170,7 +187,7 @@ def _of_stage(
     name = "TP + SP gather and scatter" if parallel.sequence else "TP all-reduce"
     # Collectives of one micro-batch; with sequence parallelism each is a gathering and a scattering. Experts' weights
     # in the sum are sent beside the tokens, and shapes before what stages send.
-    again = parallel.sequence and not config.lora
+    again = parallel.sequence and not lora
     calls = [
         num_reductions * (1 + parallel.sequence) + again * backward * blocks, gathers,
         passes * layers * (parallel.context - 1 if kind != "local" else parallel.context > 1),
@@ -194,7 +211,7 @@ def _of_stage(
 
 
 def _saved_by_fp8(
-    config: RunConfig, placement: RankLayout, numbers: list[int], forward: float, backward: float
+    config: RunConfig, placement: RankLayout, numbers: list[int], forward: float, backward: float, learns: bool
 ) -> float:
     """What Transformer Engine's gathering in FP8 saves under sequence parallelism, in hidden states of these layers: of
     inputs forwards and, where weights learn, again backwards, and of the outputs' gradients."""
@@ -206,7 +223,7 @@ def _saved_by_fp8(
     has_shared = arch.experts is not None and arch.experts.shared_ffn_hidden_size is not None
     outputs = sum(2 - (arch.has_experts(layer) and not has_shared) for layer in layers)
     inputs = outputs + len(layers) * (_attention_inputs(arch)[1] - 1)
-    is_blockwise, learns = fp8.scaling == "blockwise", not config.lora
+    is_blockwise = fp8.scaling == "blockwise"
     size = (1 + is_blockwise * _SCALE_BYTES) / DTYPE_BYTES[config.model.dtype]
     # By block gradients are gathered once with scales along rows and, for those of weights, once along columns.
     gradients = outputs * (1 - size * (1 + (is_blockwise and learns)))
