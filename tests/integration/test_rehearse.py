@@ -48,11 +48,6 @@ LATENT = {
     **{"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "num_key_value_heads": 28},
 }
 
-EXPERTS = {
-    **{"model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 512},
-    **{"shared_expert_intermediate_size": 1024, "decoder_sparse_step": 1, "mlp_only_layers": [0]},
-}
-
 
 @pytest.mark.parametrize(
     ("file", "overrides", "sizes"),
@@ -65,20 +60,6 @@ EXPERTS = {
             ["parallel.world_size=2", "parallel.expert=2"],
             LATENT,
             id="latent attention",
-        ),
-        pytest.param(
-            CONFIGS / "gsm8k-qwen2.5-0.5b-8gpu.yaml",
-            ["parallel={world_size: 4, tensor: 2, sequence: true, pipeline: 2, pipeline_layout: [1, 3]}"],
-            {"num_hidden_layers": 4},
-            marks=pytest.mark.whole_table,
-            id="uneven and tied",
-        ),
-        pytest.param(
-            CONFIGS / "math-qwen2.5-7b-2nodes.yaml",
-            ["parallel.world_size=4", "parallel.expert=2", "parallel.expert_tensor=2"],
-            EXPERTS,
-            marks=pytest.mark.whole_table,
-            id="experts cut",
         ),
     ],
 )
