@@ -3,13 +3,15 @@ ranks."""
 
 import math
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from dapo_mega.config import ParallelConfig, RunConfig
+from dapo_mega.config import LoraConfig, RunConfig
 from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.parameters import (
     DTYPE_BYTES,
     ParameterBytes,
+    adapted_in,
     fp8_elements,
     num_trained_parameters,
     stage_buffers,
@@ -77,6 +79,10 @@ def _data_parallel(workload: Workload) -> list[Traffic]:
             ),
             Traffic(f"parameter all-gather ({name})", weights * sent, stage_size, compute.overlap_param_gather, calls),
         ]
+    if placement.arch.tied_embeddings and placement.parallel.pipeline > 1 and not config.lora:
+        # Of the first and the last stage, which have a copy each.
+        size = placement.vocabulary * placement.arch.hidden_size * 4.0 * config.batch.updates_per_step
+        traffic.append(Traffic("gradient all-reduce of tied embeddings", size, placement.world_size, num_calls=calls))
     return traffic
 
 
@@ -95,40 +101,75 @@ def _largest_buffers(workload: Workload, placement: RankLayout) -> tuple[Paramet
 
 
 def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
-    """Within a replica. t and s are a process's tokens of a whole step, without and with sequence parallelism."""
-    placement, config = workload.placement, workload.config
-    arch, parallel = placement.arch, placement.parallel
+    """Within a replica, of the stage that sends the most of each kind."""
+    config, placement = workload.config, workload.placement
+    epochs = float(config.batch.epochs)
+    # Of each model its adapters and the passes over the step's tokens: forward (scoring, updates) and backward.
+    models = [(placement, config.lora, 1 + epochs, epochs)]
+    models += [(placement.of_critic, config.critic_lora, 1 + epochs, epochs)] * config.uses_critic
+    frozen = [placement] * config.algorithm.uses_reference + workload.teachers
+    models += [(layout, None, 1.0, 0.0) for layout in frozen]
+    by_model = []
+    for model in models:
+        stages = [_of_stage(workload, *model, kind, stage) for stage in range(placement.parallel.pipeline)]
+        by_model.append([max(of_kind, key=lambda sent: sent.num_bytes) for of_kind in zip(*stages, strict=True)])
+    return [
+        replace(sent[0], num_bytes=sum(one.num_bytes for one in sent), num_calls=sum(one.num_calls for one in sent))
+        for sent in zip(*by_model, strict=True)
+    ]
+
+
+def _of_stage(
+    workload: Workload,
+    placement: RankLayout,
+    lora: LoraConfig | None,
+    forward: float,
+    backward: float,
+    kind: LayerKind,
+    stage: int,
+) -> list[Traffic]:
+    """Of a model's forward and backward passes on a stage. t and s are a process's tokens of a whole step, without and
+    with sequence parallelism."""
+    config, arch, parallel = workload.config, placement.arch, placement.parallel
     element = DTYPE_BYTES[config.model.dtype]
-    # Over the step's tokens: forward (scoring, a reference, teachers, updates), backward, repeated forward of layers. A
-    # critic scores and learns like the policy, and teachers are counted as large as it.
-    models, epochs = 1 + config.uses_critic, float(config.batch.epochs)
-    frozen = config.algorithm.uses_reference + len(workload.teachers)
-    forward, backward = models * (1 + epochs) + frozen, models * epochs
     passes = forward + backward * (2 if config.compute.recompute == "full" else 1)
     tokens = workload.responses_per_step * workload.mean_length / placement.data_size / parallel.context
     shared = tokens / placement.sequence_size
-    layers = max(map(len, placement.stage_layers))
+    numbers = placement.stage_layers[stage]
+    layers = len(numbers)
     hidden = tokens * arch.hidden_size * element
     ring = (parallel.tensor - 1) / parallel.tensor
     # An all-reduce, or a gathering and a scattering, around attention and MLP or shared expert; sequence parallelism
     # gathers the inputs once more for the gradients of weights that learn.
     experts = arch.experts
-    with_experts = max(sum(map(arch.has_experts, layers)) for layers in placement.stage_layers)
+    with_experts = sum(map(arch.has_experts, numbers))
     has_shared = experts is not None and experts.shared_ffn_hidden_size is not None
     blocks = 2 * layers - (0 if has_shared else with_experts)
-    num_reductions = passes * blocks + _at_ends(parallel, forward, epochs)
+    # Around the embedding in the forward pass and around the output layer in the backward pass, or half of each under
+    # sequence parallelism; a critic's output layer has none, and a frozen embedding needs no gradient.
+    embedding, head = forward, backward
+    if parallel.sequence:
+        embedding, head = (forward + backward * (lora is None)) / 2, (forward + backward) / 2
+    at_ends = (stage == 0) * embedding + (stage == parallel.pipeline - 1 and not arch.has_value_head) * head
+    num_reductions = passes * blocks + at_ends
     tensor = num_reductions * 2 * hidden * ring
     # Of latent attention the latent vectors are gathered in place of the hidden states, and scattered backwards.
     latents, repeated = _attention_inputs(arch)
     tensor += (passes if parallel.sequence else 2 * backward) * layers * (latents - 1) * hidden * ring
-    if parallel.sequence and not config.lora:
+    if lora:
+        for weight, *_ in chain.from_iterable(adapted_in(arch, layer, lora) for layer in numbers):
+            if weight.is_cut and weight.placed.expert is None:
+                # What is between A and B is gathered or scattered forwards and backwards, or summed once.
+                times = passes if parallel.sequence else 2 * (passes - backward if weight.is_row else backward)
+                tensor += times * len(weight.parts) * lora.rank * tokens * element * ring
+    if parallel.sequence and not lora:
         tensor += backward * (blocks + layers * (repeated - 1)) * hidden * ring
         # Each process has gradients of its own tokens of the products that make latent vectors, and of routers.
         own = with_experts * experts.number * arch.hidden_size if experts else 0.0
         if arch.latent_attention:
             own += layers * (latents - (arch.latent_attention.query_rank is None)) * arch.hidden_size**2
-        tensor += config.batch.updates_per_step * own * 4 * 2 * ring
-    tensor -= _saved_by_fp8(config, placement, passes - backward, backward) * hidden * ring
+        tensor += (backward > 0) * config.batch.updates_per_step * own * 4 * 2 * ring
+    tensor -= _saved_by_fp8(config, placement, numbers, passes - backward, backward, lora is None) * hidden * ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.
     gathers = passes * layers * placement.gathers_projection
     projection = gathers * tokens * placement.projected_heads * arch.head_dim * element * ring
@@ -144,12 +185,17 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     sends = forward * virtual + backward * (virtual if parallel.pipeline > 2 else virtual - 1)
     stages = sends * shared * arch.hidden_size * element * (parallel.pipeline > 1)
     name = "TP + SP gather and scatter" if parallel.sequence else "TP all-reduce"
-    # Collectives of one micro-batch; with sequence parallelism each is a gathering and a scattering.
+    # Collectives of one micro-batch; with sequence parallelism each is a gathering and a scattering. Experts' weights
+    # in the sum are sent beside the tokens, and shapes before what stages send.
+    again = parallel.sequence and not lora
     calls = [
-        num_reductions * (1 + parallel.sequence), gathers, passes * layers * (parallel.context - 1),
-        passes * with_experts * 2, passes * with_experts * 2, sends,
+        num_reductions * (1 + parallel.sequence) + again * backward * blocks, gathers,
+        passes * layers * (parallel.context - 1 if kind != "local" else parallel.context > 1),
+        passes * with_experts * 3, passes * with_experts * 3, 2 * sends,
     ]  # fmt: skip
-    num_micro_batches = workload.micro_batches(workload.mean_length) * config.batch.updates_per_step / epochs
+    num_micro_batches = (
+        workload.micro_batches(workload.mean_length) * config.batch.updates_per_step / config.batch.epochs
+    )
     everything = [
         Traffic(name, tensor, parallel.tensor),
         Traffic("TP gather and scatter of shared keys", projection, parallel.tensor),
@@ -164,18 +210,20 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     ]
 
 
-def _saved_by_fp8(config: RunConfig, placement: RankLayout, forward: float, backward: float) -> float:
-    """What Transformer Engine's gathering in FP8 saves under sequence parallelism, in hidden states of the stage with
-    the most layers: of inputs forwards and, where weights learn, again backwards, and of the outputs' gradients."""
+def _saved_by_fp8(
+    config: RunConfig, placement: RankLayout, numbers: list[int], forward: float, backward: float, learns: bool
+) -> float:
+    """What Transformer Engine's gathering in FP8 saves under sequence parallelism, in hidden states of these layers: of
+    inputs forwards and, where weights learn, again backwards, and of the outputs' gradients."""
     fp8, arch = config.compute.fp8, placement.arch
     if not (fp8.enabled and placement.parallel.sequence):
         return 0.0
     inner = range(fp8.bf16_layers_at_ends, arch.num_layers - fp8.bf16_layers_at_ends)
-    layers = [layer for layer in max(placement.stage_layers, key=len) if layer in inner]
+    layers = [layer for layer in numbers if layer in inner]
     has_shared = arch.experts is not None and arch.experts.shared_ffn_hidden_size is not None
     outputs = sum(2 - (arch.has_experts(layer) and not has_shared) for layer in layers)
     inputs = outputs + len(layers) * (_attention_inputs(arch)[1] - 1)
-    is_blockwise, learns = fp8.scaling == "blockwise", not config.lora
+    is_blockwise = fp8.scaling == "blockwise"
     size = (1 + is_blockwise * _SCALE_BYTES) / DTYPE_BYTES[config.model.dtype]
     # By block gradients are gathered once with scales along rows and, for those of weights, once along columns.
     gradients = outputs * (1 - size * (1 + (is_blockwise and learns)))
@@ -191,15 +239,6 @@ def _attention_inputs(arch: "Architecture") -> tuple[float, float]:
     query = 1.0 if latent.query_rank is None else latent.query_rank / arch.hidden_size
     keys = latent.key_value_rank / arch.hidden_size
     return query + keys + latent.rotated_head_dim / arch.hidden_size, query + keys
-
-
-def _at_ends(parallel: ParallelConfig, forward: float, backward: float) -> float:
-    """Reductions around embedding and output layer, in passes over the step's tokens; a critic's output layer has none.
-    The embedding's is in the forward pass and the output layer's in the backward pass, or half of each under sequence
-    parallelism. Of several stages the first has the embedding only."""
-    if parallel.pipeline == 1:
-        return forward + backward
-    return (forward + backward) / 2 if parallel.sequence else forward
 
 
 def _weight_sync(workload: Workload, num_parameters: int, num_engines: int) -> Traffic:

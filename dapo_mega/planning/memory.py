@@ -162,7 +162,7 @@ def activation_parts(workload: Workload, placement: RankLayout, stage: int) -> t
 
 def working_set(model: ActivationModel, stage: int, *, learns_output: bool) -> float:
     """Bytes of temporary tensors besides the activations: the output layer's, or one layer's gradients."""
-    layer = _layer_gradients(model)
+    layer = _layer_gradients(model) if model.placement.stage_layers[stage] else 0.0
     if stage != model.placement.parallel.pipeline - 1:
         return layer
     if model.placement.arch.has_value_head:
@@ -182,7 +182,9 @@ def output_layer_bytes(
     if not compute.fused_output_layer:
         return responses * vocabulary * element + min(UNFUSED_POSITIONS, responses) * vocabulary * (4 + element)
     positions = min(max(MIN_CHUNK_POSITIONS, CHUNK_BYTES // (4 * vocabulary)), MAX_CHUNK_POSITIONS, responses)
-    weight = (element + 4 * placement.arch.tied_embeddings) * vocabulary * hidden * learns
+    # A tied weight's gradients of several chunks are summed in float32 and then have the weight's type.
+    is_summed = placement.arch.tied_embeddings and positions < responses
+    weight = (4 + element % 4 if is_summed else element) * vocabulary * hidden * learns
     return positions * vocabulary * element + responses * hidden * element + weight
 
 

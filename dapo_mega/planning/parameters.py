@@ -104,7 +104,7 @@ def adapter_numels(placement: RankLayout, chunk: Chunk, lora: LoraConfig) -> tup
     alike = {(arch.has_experts(layer), arch.has_delta(layer)): layer for layer in chunk.layers}
     for layer in chunk.layers:
         example = alike[arch.has_experts(layer), arch.has_delta(layer)]
-        for weight, rows, columns in _adapted_in(arch, example, lora):
+        for weight, rows, columns in adapted_in(arch, example, lora):
             is_expert = weight.placed.expert is not None
             size = (parallel.expert_tensor if is_expert else parallel.tensor) if weight.is_cut else 1
             down, up = (columns // size, rows) if weight.is_row else (columns, rows // size)
@@ -118,7 +118,7 @@ def adapter_numels(placement: RankLayout, chunk: Chunk, lora: LoraConfig) -> tup
 
 
 @cache
-def _adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[tuple[AdaptedWeight, int, int]]:
+def adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[tuple[AdaptedWeight, int, int]]:
     """(weight, rows, columns) of each weight of a layer that has adapters; the first expert stands for all."""
     from dapo_mega.models.families import find_family
     from dapo_mega.models.hf_shapes import hf_shape

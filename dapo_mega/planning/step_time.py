@@ -2,6 +2,7 @@
 bound by: launches, latencies and the step's own work. No figure is beyond the rates of the machine."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -136,10 +137,12 @@ def step_time(
     )
 
 
-def layer_flops(placement: RankLayout, length: float) -> tuple[float, float]:
-    """(linear layers, attention) of the mean layer's forward pass, per token of a sequence of `length` tokens."""
+def layer_flops(placement: RankLayout, length: float, layers: Sequence[int] = ()) -> tuple[float, float]:
+    """(linear layers, attention) of the forward pass of the mean of these layers, or of all, per token of a sequence of
+    `length` tokens."""
     arch = placement.arch
-    mlps = sum(_mlp_weights(arch, layer) for layer in range(arch.num_layers)) / arch.num_layers
+    layers = layers or range(arch.num_layers)
+    mlps = sum(_mlp_weights(arch, layer) for layer in layers) / len(layers)
     values = arch.latent_attention.value_head_dim if arch.latent_attention else arch.head_dim
     # A causal query sees half of the sequence: scores and weighted sum.
     attention = arch.num_attention_heads * (arch.head_dim + values) * length
@@ -148,7 +151,7 @@ def layer_flops(placement: RankLayout, length: float) -> tuple[float, float]:
     if delta := arch.gated_delta:
         # Of each head's state the products with key and query, and the correction.
         rule = 6.0 * delta.value_width * delta.key_head_dim
-        share = len(delta.layers) / arch.num_layers
+        share = sum(map(arch.has_delta, layers)) / len(layers)
         linear = (1 - share) * linear + share * (2.0 * sum(delta_matrices(whole, delta)) + rule)
         attention *= 1 - share
     return linear + 2.0 * mlps, attention
@@ -303,17 +306,20 @@ def _optimizer_seconds(workload: Workload, machine: Machine) -> float:
     return config.batch.updates_per_step * moved / machine.reached_memory_rate
 
 
-def recomputed_share(workload: Workload) -> float:
-    """Share of a layer's forward operations that the backward pass repeats."""
+def recomputed_share(workload: Workload, layers: Sequence[int] = ()) -> float:
+    """Share of the forward operations of these layers, or of all, that the backward pass repeats."""
     compute, arch = workload.config.compute, workload.placement.arch
     if compute.recompute == "none":
         return 0.0
     if compute.recompute == "full":
         return 1.0
-    linear, attention = layer_flops(workload.placement, workload.mean_length)
+    layers = layers or range(arch.num_layers)
+    linear, attention = layer_flops(workload.placement, workload.mean_length, layers)
     chosen: tuple[str, ...] = compute.recompute_modules
     repeated = attention * ("core_attn" in chosen)
-    for layer in range(arch.num_layers):
+    for layer in layers:
         if ("moe" if arch.has_experts(layer) else "mlp") in chosen:
-            repeated += 2.0 * _mlp_weights(arch, layer) / arch.num_layers
+            repeated += 2.0 * _mlp_weights(arch, layer) / len(layers)
+        elif arch.experts and arch.has_experts(layer) and "shared_experts" in chosen:
+            repeated += 6.0 * arch.hidden_size * (arch.experts.shared_ffn_hidden_size or 0) / len(layers)
     return repeated / (linear + attention)

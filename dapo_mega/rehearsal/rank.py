@@ -87,13 +87,14 @@ class Peak:
 @dataclass(frozen=True)
 class Played:
     """What a rank did: the communications in their order, and of each phase the peak of memory and the floating-point
-    operations. `always` are the bytes of parameters, gradients and optimizer."""
+    operations. `always` are the bytes of parameters, gradients and optimizer; `num_micro_batches` are those of each
+    update."""
 
     events: list[Event]
     peaks: Mapping[str, Peak]
     flops: Mapping[str, int]
     always: Mapping[str, int]
-    num_micro_batches: int
+    num_micro_batches: list[int]
 
     @property
     def most(self) -> Peak:
@@ -143,7 +144,7 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None, *, al
         _name_memory(device, trainer)
         kinds = ("parameters", "gradients", "optimizer", *(("FP8 weights",) if config.compute.fp8.enabled else ()))
         always = {kind: device.live[kind] for kind in kinds}
-    num_micro_batches = len(trainer._batch.mini_batches[0])
+    num_micro_batches = list(map(len, trainer._batch.mini_batches))
     return Played(world.events, peaks, flops, always, num_micro_batches)
 
 

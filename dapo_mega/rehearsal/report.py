@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from dapo_mega.config import LoraConfig
 from dapo_mega.planning.communication import step_traffic
 from dapo_mega.planning.memory import ASLEEP_BYTES, GIB, activation_parts, layer_kind, trainer_memory
 from dapo_mega.planning.parameters import ParameterBytes, adapter_numels, num_parameters, stage_bytes
+from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.step_time import layer_flops, recomputed_share
+from dapo_mega.planning.workload import Workload
 from dapo_mega.rehearsal.communication import Event
 from dapo_mega.rehearsal.rank import Played
 from dapo_mega.rehearsal.run import Rehearsal
@@ -27,7 +31,9 @@ _TRAFFIC = {
         "gradient reduce-scatter (expert DP)",
         "parameter all-gather (expert DP)",
     ),
+    "EXPERT_TENSOR_PARALLEL_GROUP": ("expert-TP gather and scatter",),
     "PIPELINE_MODEL_PARALLEL_GROUP": ("PP sends",),
+    "EMBEDDING_GROUP": ("gradient all-reduce of tied embeddings",),
 }
 """What the planner calls the traffic of Megatron's groups."""
 
@@ -38,7 +44,7 @@ def report(rehearsal: Rehearsal) -> Iterator[str]:
     played = rehearsal.played
     first = next(iter(played.values()))
     yield (
-        f"rehearsed: scoring, two updates of {first.num_micro_batches} micro-batches of "
+        f"rehearsed: scoring, two updates of {first.num_micro_batches[0]} micro-batches of "
         f"{workload.full_micro_batch().num_tokens} tokens, gathering weights for engines and saving a checkpoint up "
         f"to the writing of files, by {len(played)} of {roles.world_size} ranks, which stand for all, with "
         f"{_layers(rehearsal)}"
@@ -68,12 +74,13 @@ def _stage_lines(rehearsal: Rehearsal, stage: int) -> Iterator[str]:
     for held, ranks in roles.items():
         alike = f", and so rank {', '.join(map(str, ranks[1:]))}" * (len(ranks) > 1)
         yield f"stage {stage}, {rehearsal.roles.describe(ranks[0])}{alike}: {held}"
-    played = rehearsal.played[next(iter(roles.values()))[0]]
+    busiest = next(iter(roles.values()))[0]
+    played = rehearsal.played[busiest]
     planned = planned_always(rehearsal, stage)
     for name, found in played.always.items():
         yield f"  {_beside(name, found / GIB, planned[name] / GIB, 'GiB')}"
     yield _activations(rehearsal, stage, played.peaks["update"].num_bytes - sum(played.always.values()))
-    for name, flops in planned_flops(rehearsal, stage).items():
+    for name, flops in planned_flops(rehearsal, busiest).items():
         yield f"  {_beside(f'{name}: operations', played.flops[name] / 1e12, flops / 1e12, 'TFLOP')}"
 
 
@@ -152,49 +159,84 @@ def _beside(name: str, found: float, planned: float, unit: str) -> str:
     return f"{name}: {found:,.3f} {unit}, planned {planned:,.3f} ({off})"
 
 
-def planned_flops(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
-    """Of a rank of a stage, of scoring and of an update."""
-    workload, placement = rehearsal.workload, rehearsal.workload.placement
-    sharing = placement.parallel.tensor * placement.parallel.context * placement.data_size
-    tokens = workload.responses_per_step * workload.longest / sharing
-    num_layers = len(placement.stage_layers[stage])
-    linear, attention = (tokens * num_layers * flops for flops in layer_flops(placement, workload.longest))
-    scored = workload.responses_per_step * workload.mean_response / sharing
-    is_last = stage == placement.parallel.pipeline - 1
-    head = is_last * scored * 2.0 * placement.arch.vocab_size * placement.arch.hidden_size
-    layers, of_update = linear + attention, (3 + recomputed_share(workload)) * (linear + attention)
-    head_passes = 3.0 + rehearsal.config.compute.fused_output_layer
-    if lora := rehearsal.config.lora:  # Frozen weights have no gradients; factors are not shared out as tokens are.
-        factors = sum(sum(map(sum, adapter_numels(placement, chunk, lora))) for chunk in placement.chunks(stage))
-        adapters = 2.0 * factors * tokens * placement.parallel.tensor
-        layers, of_update = layers + adapters, of_update - linear + 3 * adapters
-        head_passes -= 1
-    score, update = layers + head, of_update + head_passes * head
-    score *= 1 + rehearsal.config.algorithm.uses_reference + len(workload.teachers)
-    if rehearsal.config.uses_critic:  # Its layers are the policy's, and its head is small.
-        score, update = score + layers, update + of_update
+def planned_flops(rehearsal: Rehearsal, rank: int) -> dict[str, float]:
+    """Of a rank, of scoring and of an update."""
+    config, workload = rehearsal.config, rehearsal.workload
+    _, context, _, stage = rehearsal.roles.place(rank)
+    scored = _scored(workload, context)
+    score, update = _model_flops(workload, workload.placement, stage, scored, config.lora)
+    # A reference of adapters is the model without them.
+    frozen = [workload.placement] * config.algorithm.uses_reference + workload.teachers
+    score += sum(_model_flops(workload, placement, stage, scored, None)[0] for placement in frozen)
+    if config.uses_critic:
+        of_critic = _model_flops(workload, workload.placement.of_critic, stage, scored, config.critic_lora)
+        score, update = score + of_critic[0], update + of_critic[1]
     return {"score": score, "update": update}
 
 
+def _scored(workload: Workload, context: int) -> float:
+    """Positions of a step that a context rank scores: it has the piece of its number of each sample, and the same from
+    the end."""
+    parallel, longest = workload.placement.parallel, workload.longest
+    num_pieces, first = max(1, parallel.segment_multiple), longest - workload.mean_response - 1
+    size = math.ceil(longest / num_pieces)
+    starts = [size * piece for piece in {context, num_pieces - 1 - context}]
+    found = sum(max(0.0, min(start + size, longest - 1) - max(start, first)) for start in starts)
+    return workload.responses_per_step / workload.placement.data_size * found
+
+
+def _model_flops(
+    workload: Workload, placement: RankLayout, stage: int, scored: float, lora: LoraConfig | None
+) -> tuple[float, float]:
+    """Of one model's forward pass over a step's tokens, and of the updates with them; `scored` positions have logits. A
+    value head is small."""
+    parallel, arch, compute = placement.parallel, placement.arch, workload.config.compute
+    sharing = parallel.tensor * parallel.context * placement.data_size
+    tokens = workload.responses_per_step * workload.longest / sharing
+    layers = placement.stage_layers[stage]
+    linear, attention = (tokens * len(layers) * flops for flops in layer_flops(placement, workload.longest, layers))
+    has_head = stage == parallel.pipeline - 1 and not arch.has_value_head
+    head = has_head * scored * 2.0 * arch.vocab_size * arch.hidden_size / parallel.tensor
+    forward, update = linear + attention, (3 + recomputed_share(workload, layers)) * (linear + attention)
+    head_passes = 3.0 + compute.fused_output_layer
+    if lora:  # Frozen weights have no gradients; factors are not shared out as tokens are.
+        adapters = 0.0
+        for chunk in placement.chunks(stage):
+            dense, experts = map(sum, adapter_numels(placement, chunk, lora))
+            adapters += 2.0 * tokens * parallel.tensor * dense
+            if arch.experts:
+                met = arch.experts.per_token * parallel.expert / arch.experts.number
+                adapters += 2.0 * tokens * parallel.expert_tensor * met * experts
+        forward, update = forward + adapters, update - linear + 3 * adapters
+        head_passes -= 1
+    return forward + head, update + head_passes * head
+
+
 def traffic(rehearsal: Rehearsal) -> dict[str, tuple[float, float]]:
-    """Bytes that the busiest rehearsed rank sends in scoring and updates by what the planner calls it, and the plan."""
+    """Bytes that the busiest rehearsed rank sends in scoring and updates by what the planner calls it, and the plan; of
+    other groups by their own name, if they send more than a thousandth of everything."""
     workload = rehearsal.workload
     planned = {
         traffic.name: traffic.num_bytes
         for traffic in step_traffic(workload, layer_kind(rehearsal.config), num_parameters(workload.placement.arch))
     }
     by_rank = [_sent(played) for played in rehearsal.played.values()]
-    return {
-        names[0]: (max(sent.get(purpose, 0.0) for sent in by_rank), sum(planned.get(name, 0.0) for name in names))
+    busiest = {
+        name: max(sent.get(name, 0.0) for sent in by_rank) for name in {name for sent in by_rank for name in sent}
+    }
+    found = {
+        names[0]: (busiest.pop(purpose, 0.0), sum(planned.get(name, 0.0) for name in names))
         for purpose, names in _TRAFFIC.items()
     }
+    least = sum(sent for sent, _ in found.values()) / 1000
+    return found | {purpose: (sent, 0.0) for purpose, sent in busiest.items() if sent > least}
 
 
 def _traffic_lines(rehearsal: Rehearsal) -> Iterator[str]:
     purposes = {name: purpose for purpose, (name, *_) in _TRAFFIC.items()}
     for name, (found, expected) in traffic(rehearsal).items():
         if expected or found:
-            calls = max(_calls(played, purposes[name]) for played in rehearsal.played.values())
+            calls = max(_calls(played, purposes.get(name, name)) for played in rehearsal.played.values())
             sent = _beside("bytes", found / GIB, expected / GIB, "GiB")
             yield f"sent by one rank, {name}: {sent}, {calls} calls"
     num_events = sum(len(played.events) for played in rehearsal.played.values())
@@ -209,16 +251,20 @@ def _of_step(played: Played) -> Iterator[Event]:
 
 def _calls(played: Played, purpose: str) -> int:
     """Collectives and sends of a rank in a kind of group."""
-    return sum(
-        event.group.purpose == purpose and event.operation not in ("receive", "wait") for event in _of_step(played)
-    )
+    return sum(_purpose(event) == purpose and event.operation not in ("receive", "wait") for event in _of_step(played))
+
+
+def _purpose(event: Event) -> str:
+    """What the group is for. The second of two stages sends in the group of all, beside the first one's."""
+    is_between_stages = event.operation == "send" and event.group.purpose == "all"
+    return "PIPELINE_MODEL_PARALLEL_GROUP" if is_between_stages else event.group.purpose
 
 
 def _sent(played: Played) -> Mapping[str, float]:
     """Bytes that a rank sends in each kind of group: rings in collectives."""
     sent: dict[str, float] = defaultdict(float)
     for event in _of_step(played):
-        sent[event.group.purpose] += _bytes_sent(event)
+        sent[_purpose(event)] += _bytes_sent(event)
     return sent
 
 
@@ -229,6 +275,9 @@ def _bytes_sent(event: Event) -> float:
         "reduce_scatter": (size - 1) / size,
         "all_to_all": (size - 1) / size,
         "all_gather": size - 1,
+        # Gathering parts of unequal sizes is a broadcast of each, and scattering sums of these a reduction.
+        "broadcast": (size - 1) / size,
+        "reduce": (size - 1) / size,
         "send": 1,
     }
     return event.num_bytes * shares.get(event.operation, 0)

@@ -47,10 +47,10 @@ class Rehearsal:
         """See `agreement.disagreements`; and ranks with other numbers of micro-batches."""
         found = disagreements(self.roles, {rank: played.events for rank, played in self.played.items()})
         (first, expected), *rest = sorted((rank, played.num_micro_batches) for rank, played in self.played.items())
-        for rank, number in rest:
-            if number != expected:
+        for rank, numbers in rest:
+            if numbers != expected:
                 one, other = self.roles.describe(first), self.roles.describe(rank)
-                found.append(f"an update has {expected} micro-batches on {one}, and {number} on {other}")
+                found.append(f"updates have {expected} micro-batches on {one}, and {numbers} on {other}")
         return found
 
 

@@ -23,7 +23,7 @@ _SILENCE_S = 600
 
 
 class Stuck(InputError):
-    """Ranks wait for each other, or meet in different operations."""
+    """Ranks wait for each other, or meet in different operations, or one of them fails."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class _Switchboard(Generic[T]):
             case "failed":
                 if isinstance(request.value, InputError):
                     raise request.value
-                raise RuntimeError(f"{self.roles.describe(rank)} failed: {request.value}")
+                waiting = f"; {self._who_waits()}" if self.waiting else ""
+                raise Stuck(f"{self.roles.describe(rank)} failed: {request.value}{waiting}")
             case "gather":
                 self.waiting[rank] = request
                 self._gathered[request.key][rank] = request

@@ -71,14 +71,10 @@ def test_a_run_meets_and_is_what_was_planned(file, overrides, sizes, tmp_path):
     for rank, played in rehearsal.played.items():
         stage = rehearsal.roles.place(rank)[3]
         assert played.always == pytest.approx(report.planned_always(rehearsal, stage), rel=0.001)
-        # On the last stage context ranks have unequal parts of the prompts, not scored; the plan is their mean.
-        is_even = stage < config.parallel.pipeline - 1 or config.parallel.context == 1
-        for phase, flops in report.planned_flops(rehearsal, stage).items() if is_even else ():
+        for phase, flops in report.planned_flops(rehearsal, rank).items():
             assert played.flops[phase] == pytest.approx(flops, rel=0.005 if overrides else 0.0001)
-    # The frozen embedding of a model with adapters needs no gradient: one of few layers scatters one time less.
-    off = 0.02 if config.lora else 0.01
     for name, (found, planned) in report.traffic(rehearsal).items():
-        assert found == pytest.approx(planned, rel=off), name
+        assert found == pytest.approx(planned, rel=0.01), name
 
 
 def test_what_does_not_divide_or_fit_is_said_in_one_line(tmp_path, capsys):
@@ -112,19 +108,19 @@ def test_what_is_wrong_with_a_checkpoint_is_found(change, tmp_path):
 
 
 def test_replicas_of_other_numbers_of_micro_batches_are_found(tmp_path, monkeypatch):
-    """Rank 1 leaves out the last one, as a fault in its share of the batch would."""
+    """Rank 1 leaves out the last one of the second update, as a fault in its share of the batch would."""
     config = shallow(CONFIGS / "gsm8k-qwen2.5-0.5b-8gpu.yaml", tmp_path, ["parallel.world_size=2"])
     take = Trainer._take
 
     def takes_less(trainer, planned):
         take(trainer, planned)
         if trainer.processes.rank == 1:
-            batches = [mini_batch[:-1] for mini_batch in trainer._batch.mini_batches]
-            trainer._batch = replace(trainer._batch, mini_batches=batches)
+            first, second = trainer._batch.mini_batches
+            trainer._batch = replace(trainer._batch, mini_batches=[first, second[:-1]])
 
     monkeypatch.setattr(Trainer, "_take", takes_less)
     (text,) = rehearse_run(config, 2, 75 * 2**30).disagreements()
-    assert re.search("2 micro-batches on rank 0 .*, and 1 on rank 1", text)
+    assert re.search(r"\[2, 2\] micro-batches on rank 0 .*, and \[2, 1\] on rank 1", text)
 
 
 def test_a_skipped_gradient_bucket_is_found(tmp_path, monkeypatch):

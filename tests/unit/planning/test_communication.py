@@ -60,6 +60,28 @@ def test_tensor_parallelism_reduces_twice_a_layer_and_once_at_either_end():
     assert traffic(world_size=2, tensor=2, sequence=True)["TP + SP gather and scatter"] == sent + extra
 
 
+def test_of_stages_the_one_that_reduces_the_most_counts():
+    # Four layers and the output layer; the embedding is alone on the first stage.
+    sent = traffic(world_size=4, tensor=2, pipeline=2, pipeline_layout=[0, 4])
+    assert sent["TP all-reduce"] == (3 * 2 * 4 + 1) * HIDDEN
+
+
+def test_adapters_reduce_what_is_between_their_matrices():
+    config = RunConfig.model_validate({**RUN, "lora": {"rank": 4, "targets": ["down_proj"]}, "parallel": {"tensor": 2}})
+    work = Workload(config, RankLayout(dense(), config.parallel, 2), 6, 10)
+    sent = {entry.name: entry.num_bytes for entry in step_traffic(work, "local", 1)}["TP all-reduce"]
+    # Half a hidden state in the forward passes of four layers: scoring and updates.
+    assert sent == traffic(world_size=2, tensor=2)["TP all-reduce"] + 2 * 4 * HIDDEN / 2
+
+
+def test_two_stages_with_tied_embeddings_sum_their_gradients():
+    name, tied = "gradient all-reduce of tied embeddings", dense(tied_embeddings=True)
+    assert name not in traffic(tied)
+    assert name not in traffic(world_size=2, pipeline=2)
+    # 20 rows of 8 in float32, twice a step.
+    assert traffic(tied, world_size=2, pipeline=2)[name] == 2 * 4 * 160
+
+
 def test_shared_key_heads_gather_a_projection_and_scatter_its_gradient():
     name = "TP gather and scatter of shared keys"
     assert name not in traffic(world_size=2, tensor=2)

@@ -271,7 +271,7 @@ def test_a_rank_that_fails_is_named():
         if rank == 1:
             raise ValueError("no such layer")
 
-    with pytest.raises(RuntimeError, match=r"rank 1.*no such layer"):
+    with pytest.raises(Stuck, match=r"rank 1.*no such layer"):
         found(step)
 
 
