@@ -31,13 +31,14 @@ from .conftest import SharedEngines
 from .sglang_servers import call
 
 GROUP_SIZE = 4
+AT_WORK = {"max_response_tokens": 100}
 Record = dict[str, float]
 
 
 def fleet_values(folder: Path, engines: SharedEngines, **sections: Any) -> dict[str, Any]:
     """The configuration of a short run through the shared engines; `sections` are merged into it.
 
-    The reward is a coin, so nearly all groups are mixed; responses are long enough to be met in flight.
+    The reward is a coin, so nearly all groups are mixed. `AT_WORK` makes responses long enough to be met in flight.
     """
     data = folder / "train.parquet"
     if not data.exists():
@@ -53,7 +54,7 @@ def fleet_values(folder: Path, engines: SharedEngines, **sections: Any) -> dict[
         "data": {"max_prompt_tokens": 24, "train": {"path": str(data), "template": "bare"}},
         "rollout": {
             "placement": "fleet",
-            "max_response_tokens": 100,
+            "max_response_tokens": 48,
             "fleet": {
                 "urls": engines.launcher.urls,
                 "min_engines": 2,

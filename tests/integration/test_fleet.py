@@ -42,6 +42,7 @@ from tests.distributed.launching import REPOSITORY, free_port, free_ports, run_s
 
 from .conftest import one_engine
 from .fleet_runs import (
+    AT_WORK,
     check_restarted_run,
     checked_records,
     deviation_after_update,
@@ -365,7 +366,7 @@ def announcements(engines):
 def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engines, caplog):
     engine = two_engines.launcher.urls[1]
     served = len(two_engines.launcher.instances(engine))
-    values = fleet_values(tmp_path, two_engines)
+    values = fleet_values(tmp_path, two_engines, rollout=AT_WORK)
     fleet = values["rollout"]["fleet"]
     with announcements(two_engines) as announced, training_run_of(values) as training_run:
         before = announced()
@@ -390,7 +391,8 @@ def test_a_killed_engines_work_moves_and_the_run_waits_for_it(tmp_path, two_engi
 
 
 def test_a_hung_engines_work_moves_within_its_time_and_it_comes_back(tmp_path, two_engines):
-    values = fleet_values(tmp_path, two_engines, num_steps=4, rollout={"fleet": {"min_engines": 1, "hung_after_s": 10}})
+    rollout = {**AT_WORK, "fleet": {"min_engines": 1, "hung_after_s": 10}}
+    values = fleet_values(tmp_path, two_engines, num_steps=4, rollout=rollout)
     with training_run_of(values) as training_run:
 
         def act():
@@ -433,7 +435,7 @@ def run_losing_an_engine(training_run, engines, index, fault):
     assert call(engines.launcher.urls[1 - index], "/model_info")[1]["weight_version"].endswith(":3")
 
 
-LOSING = {"rollout": {"fleet": {"min_engines": 1}}, "weight_sync": {"timeout_s": 8}}
+LOSING = {"rollout": {**AT_WORK, "fleet": {"min_engines": 1}}, "weight_sync": {"timeout_s": 8}}
 
 
 def test_an_engine_that_hangs_in_an_update_gets_it_later(tmp_path, two_engines):
@@ -454,7 +456,7 @@ def restarted_values(folder, engines, num_steps):
         folder,
         engines,
         num_steps=num_steps,
-        rollout={"schedule": "asynchronous", "fleet": {"hung_after_s": 2 * RESTART_LIMIT_S}},
+        rollout={**AT_WORK, "schedule": "asynchronous", "fleet": {"hung_after_s": 2 * RESTART_LIMIT_S}},
         weight_sync={"in_flight": "continue", "timeout_s": 2 * RESTART_LIMIT_S},
         checkpoint={"every": 1, "asynchronous": False},
     )
