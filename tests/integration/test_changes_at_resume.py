@@ -50,6 +50,7 @@ CHANGES = {
         "rollout.temperature": (0.9, "rollout/tokens"),
         "rollout.top_p": (0.9, "rollout/tokens"),
         "rollout.top_k": (5, "rollout/tokens"),
+        "rollout.stop": (["1", "2"], "rollout/tokens"),
         "rollout.max_response_tokens": (9, "rollout/tokens"),
         "rollout.dtype": ("bf16", "rollout/logprob_abs_diff_mean"),
         "rollout.mismatch_warning": (1e-9, "warnings"),
