@@ -36,7 +36,7 @@ NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 """Hugging Face parameter names with full (unsharded) tensors."""
 
 FinishReason = Literal["stop", "length"]
-"""`stop`: a stop token was sampled; `length`: the response limit cut the response off (truncated)."""
+"""`stop`: a stop token or text was sampled; `length`: the response limit cut the response off (truncated)."""
 
 STOP_REASONS: Final[Mapping[str, str]] = {
     "done": "the environment said so",
@@ -79,7 +79,8 @@ class Prompt:
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn. `temperature` > 0, or 0 for greedy; `top_k` 0 means no limit. Ids from
-    `num_tokens` on pad the model's vocabulary: the embedded engine never draws them. None: there are none."""
+    `num_tokens` on pad the model's vocabulary: the embedded engine never draws them. None: there are none. `stop` are
+    texts that end a response as stop tokens do."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -87,6 +88,7 @@ class SamplingParams:
     max_new_tokens: int = 1024
     stop_token_ids: tuple[int, ...] = ()
     num_tokens: int | None = None
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dapo_mega.config.base import FREE, Section
 from dapo_mega.config.fleet import FleetConfig
@@ -32,6 +32,9 @@ class RolloutConfig(Section):
     top_k: int = Field(default=0, ge=0)
     """Sample from this many likeliest tokens. 0: from all. Above 0 the trainer's probabilities are not those sampled
     from."""
+    stop: tuple[str, ...] = Field(default=(), max_length=32)
+    """Texts, such as "User:", that end a response beside the model's end tokens, however the tokenizer splits them.
+    They belong to the response, with what else its last token holds. SGLang engines need --with-text."""
     max_response_tokens: int = Field(default=20480, ge=1)
     """Longest response in tokens; longer ones are cut off. With data.max_prompt_tokens it must fit the model's context.
     Raise it if rollout/truncated_share is high."""
@@ -56,6 +59,13 @@ class RolloutConfig(Section):
     """SGLang engines: refuse an engine that joins if its log-probs of a fixed sequence differ from the trainer's by
     more than this many nats on average; null: 0.001 if both compute in fp32, 0.5 if one of them computes in FP8, else
     0.15."""
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("rollout.stop has an empty text, which would end every response at once; leave it out")
+        return stop
 
     @model_validator(mode="before")
     @classmethod

@@ -64,7 +64,7 @@ def preview_run(
                 missing_instruction(rows, dataset, extraction),
                 doubled_instruction(rows, dataset),
                 second_bos(rows, tokenizer),
-                turn_without_stop(dataset, tokenizer),
+                turn_without_stop(dataset, tokenizer, config.rollout.stop if isinstance(config, RunConfig) else ()),
             )
             lines += [f"{WARNING}{key}: {sentence}" for sentence in found if sentence]
     if sentence := stop_token_disagreement(Path(config.model.path), tokenizer):
@@ -130,10 +130,13 @@ def second_bos(rows: Sequence[RenderedRow], tokenizer: PreTrainedTokenizerBase) 
     )
 
 
-def turn_without_stop(dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A warning if the chat template ends a turn with a token at which responses do not stop."""
+def turn_without_stop(
+    dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = ()
+) -> str | None:
+    """A warning if the chat template ends a turn with what stops no response: neither a token that does nor one of the
+    `texts`."""
     tokenizer = with_template_arguments(tokenizer, dataset.template_arguments)
-    if not dataset.chat_template or not (text := written_end(tokenizer)):
+    if not dataset.chat_template or not (text := written_end(tokenizer)) or text.startswith(tuple(texts)):
         return None
     token, stops = template_end(tokenizer), stop_tokens(Path(str(tokenizer.name_or_path)), tokenizer)
     if token in stops:
@@ -152,7 +155,8 @@ def turn_without_stop(dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase
     num_tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     return (
         f"the chat template ends a turn with {text[:40]!r}, {num_tokens} tokens of plain text, {known}. Let the "
-        f"template end turns with {tokenizer.eos_token}, or responses may go on as the user"
+        f"template end turns with {tokenizer.eos_token}, or set rollout.stop to this text, or responses may go on as "
+        f"the user"
     )
 
 

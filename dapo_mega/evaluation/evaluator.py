@@ -45,8 +45,8 @@ class Evaluator:
         self._labels = source_labels(prompts)
         self._scorer = ResponseScorer(config.reward.for_evaluation(), reward, decode)
         self._results: list[EvaluatedResponse] = []
-        how, longest = config.evaluation, config.rollout.max_response_tokens
-        sampling = SamplingParams(how.temperature, how.top_p, how.top_k, longest, stop_token_ids, num_tokens)
+        how, longest, stop = config.evaluation, config.rollout.max_response_tokens, config.rollout.stop
+        sampling = SamplingParams(how.temperature, how.top_p, how.top_k, longest, stop_token_ids, num_tokens, stop)
         # The same in every evaluation: two evaluations differ by the weights only.
         self._numbering = Numbering(EVALUATION_IDS, self._k, config.seed, sampling)
 

@@ -32,4 +32,5 @@ def evaluation_settings(config: RunConfig) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        **({"stop": list(config.rollout.stop)} if config.rollout.stop else {}),
     }

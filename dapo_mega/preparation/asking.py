@@ -53,6 +53,7 @@ def asking_settings(config: RunConfig) -> dict[str, Any]:
         **({"dtype": config.engine_dtype, "max_batch_rows": rollout.max_batch_rows} if is_embedded else {}),
         "seed": config.seed,
         "sampling": rollout.model_dump(include={"temperature", "top_p", "top_k", "max_response_tokens"}),
+        **({"stop": list(rollout.stop)} if rollout.stop else {}),
         "max_prompt_tokens": config.data.max_prompt_tokens,
         "data": dataset_of(config).model_dump(mode="json", exclude={"path", "deduplicate", "max_rows", "split"}),
         "reward": config.reward.for_evaluation().model_dump(mode="json", exclude={"num_workers"}),

@@ -137,7 +137,7 @@ def _measure(
         scorer = ResponseScorer(config.reward.for_evaluation(), reward, decoder(tokenizer), num_open * samples)
         rollout, ends = config.rollout, stop_tokens(Path(config.model.path), tokenizer)
         limits = rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens
-        sampling = SamplingParams(*limits, ends, num_ids(tokenizer))
+        sampling = SamplingParams(*limits, ends, num_ids(tokenizer), rollout.stop)
         numbering = Numbering(DIFFICULTY_IDS, samples, config.seed, sampling)
         parts = ((n, [(p, r) for p in batch for r in numbering.of(p.index, p)]) for n, batch in enumerate(todo))
         failures: dict[int, str] = {}

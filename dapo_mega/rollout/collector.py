@@ -105,6 +105,7 @@ class Collector:
             max_new_tokens=config.rollout.max_response_tokens,
             stop_token_ids=stop_token_ids,
             num_tokens=num_tokens,
+            stop=config.rollout.stop,
         )
         self._greedy_sampling = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=0)
         self._has_greedy = config.algorithm.advantage.has_greedy
@@ -371,7 +372,7 @@ class Collector:
         self.next_request_id = int(values["collector"]["next_request_id"])
         self._latency.load_state(values.get("group_seconds", {}))  # Checkpoints of earlier versions lack it.
         made_with = values["collector"].get("made_with", {})  # Checkpoints of earlier versions lack it, or one of it.
-        made_with = {"sampling.routing_replay": False, **made_with}
+        made_with = {"sampling.routing_replay": False, "sampling.stop": [], **made_with}
         changed = [name for name, value in self._made_with.items() if made_with.get(name, value) != value]
         held = unpack_groups(values["buffer"], arrays, self.prompts, "buffer")
         found = unpack_groups(values["fed"], arrays, self.prompts, "fed") if "fed" in values else []

@@ -47,7 +47,7 @@ def unpack_groups(
 
 def settings_of_groups(config: RunConfig, sampling: SamplingParams) -> Record:
     """The settings that responses are sampled with (`sampling.`) and scored with (`reward.`), by name."""
-    sampled = {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)}
+    sampled = {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids), "stop": list(sampling.stop)}
     del sampled["num_tokens"]  # It follows from the model, which may not change.
     scored = flat(config.reward.model_dump(mode="json"), "reward.")
     if config.environment.kind != "single_turn":

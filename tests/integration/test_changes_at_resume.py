@@ -50,6 +50,7 @@ CHANGES = {
         "rollout.temperature": (0.9, "rollout/tokens"),
         "rollout.top_p": (0.9, "rollout/tokens"),
         "rollout.top_k": (5, "rollout/tokens"),
+        "rollout.stop": (["1", "2"], "rollout/tokens"),
         "rollout.max_response_tokens": (9, "rollout/tokens"),
         "rollout.dtype": ("bf16", "rollout/logprob_abs_diff_mean"),
         "rollout.mismatch_warning": (1e-9, "warnings"),
@@ -443,7 +444,7 @@ def step(run):
         policy, make_batch = run.trainer.policy, engine.RowBatch
         weights = policy.weights
         patch.setattr(policy, "weights", lambda size: (buckets.append(1) or bucket for bucket in weights(size)))
-        patch.setattr(engine, "RowBatch", lambda *given: rows.append(given[-1]) or make_batch(*given))
+        patch.setattr(engine, "RowBatch", lambda *given: rows.append(given[3]) or make_batch(*given))
         loop.send_weights(run)
         yield {"buckets": len(buckets), **loop.evaluate(run)}
         groups, collected = loop.collect(run)

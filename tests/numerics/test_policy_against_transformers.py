@@ -214,18 +214,26 @@ def test_the_engine_agrees_with_the_policy_whose_weights_it_was_given(checkpoint
     assert_alike(scores, sampled)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss"])
-def test_replayed_routes_give_the_log_probs_of_an_engine_that_routes_otherwise(checkpoints, processes, kind):
+@pytest.mark.parametrize(
+    ("kind", "group_size", "max_batch_rows"),
+    [(kind, 4, 32) for kind in ("qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "gpt_oss")]
+    + [("qwen3_moe", 1, 16)],  # Requests that wait take the places of finished ones.
+)
+def test_replayed_routes_give_the_log_probs_of_an_engine_that_routes_otherwise(
+    checkpoints, processes, kind, group_size, max_batch_rows
+):
     """Its choice of experts is disturbed, and their weights are not."""
     policy = make_policy(checkpoints[kind], processes)
-    engine = EmbeddedEngine(checkpoints[kind], torch.float32)
+    engine = EmbeddedEngine(checkpoints[kind], torch.float32, max_batch_rows)
     engine.load_weights(policy.weights(1 << 12), 0)
-    prompts = [Prompt(i, "", make_samples(1)[0].token_ids[: 3 + i].numpy(), "") for i in range(2)]
+    given = make_samples(32 // group_size)
+    prompts = [Prompt(i, "", sample.token_ids[: 3 + i % 5].numpy(), "") for i, sample in enumerate(given)]
     params = SamplingParams(max_new_tokens=24, stop_token_ids=(7, 8, 9))
-    requests = [GenerationRequest(i, prompts[i % 2].token_ids, i, params, routes_from=0) for i in range(6)]
+    asked = enumerate(prompt.token_ids for _ in range(group_size) for prompt in prompts)
+    requests = [GenerationRequest(number, ids, number, params, routes_from=0) for number, ids in asked]
     with disturbed_choices():
         answers = engine.generate(requests)
-    members = [(prompts[answer.request_id % 2], Trajectory.of(answer)) for answer in answers]
+    members = [(prompts[answer.request_id % len(prompts)], Trajectory.of(answer)) for answer in answers]
     replayed = microbatch.pack(samples_to_score(members, 0), max_response_tokens=64)
     assert replayed.targets.routes.shape[1:] == (policy.arch.num_layers, policy.arch.experts.per_token)
     own = replace(replayed, targets=replace(replayed.targets, routes=replayed.targets.routes[:, :0, :0]))

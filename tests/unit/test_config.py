@@ -165,6 +165,12 @@ def test_one_response_per_prompt_is_for_methods_without_a_group_baseline(file, o
         assert run.batch.group_size == 1
 
 
+def test_texts_that_end_responses_are_not_empty(file):
+    assert load_config(RunConfig, file, ['rollout.stop=["</s>", "\\n\\n"]']).rollout.stop == ("</s>", "\n\n")
+    with pytest.raises(InputError, match="an empty text, which would end every response at once"):
+        load_config(RunConfig, file, ['rollout.stop=["a", ""]'])
+
+
 def test_every_preset_can_be_given_and_sets_what_it_lists(file):
     assert set(PRESETS) == set(get_args(AlgorithmConfig.model_fields["preset"].annotation))
     for preset, settings in PRESETS.items():

@@ -41,7 +41,7 @@ _REFILLS = 8
 """A refill starts once this part of the batch is free: the prompts of several responses cost less together."""
 
 FinishedRow = tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float32], bool, Routes]
-"""(index of the request, token ids, log-probs, whether a stop token ended it, experts of all tokens but the last)"""
+"""(index of the request, token ids, log-probs, whether a stop ended it, experts of all tokens but the last)"""
 
 _GROUPED_DECODE = "grouped_decode"
 
@@ -217,10 +217,11 @@ class RowBatch:
         model: PreTrainedModel,
         experts: ChosenExperts,
         max_rows: int,
+        decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         """`waiting` are (index, request), ordered by prompt length, equal prompts adjacent; they differ in sampling
         only in `max_new_tokens`. The batch empties it, with at most `max_rows` rows at a time. `experts` are those of
-        the model's last pass.
+        the model's last pass. `decode` makes text of tokens, where texts end responses.
         """
         self._waiting = waiting
         self._rows: list[tuple[int, GenerationRequest]] = []
@@ -231,6 +232,9 @@ class RowBatch:
         self._routes = torch.empty(0)
         self._sampling = waiting[0][1].sampling
         self._stop_ids = torch.tensor(self._sampling.stop_token_ids, dtype=torch.int64, device=model.device)
+        self._decode = decode
+        # A token holds at least a byte of a text; some decoders leave out the space of the first one.
+        self._longest_stop = 1 + max((len(stop.encode()) for stop in self._sampling.stop), default=0)
         self._max_rows = min(max_rows, len(waiting))
         history = (self._max_rows, max(request.sampling.max_new_tokens for _, request in waiting))
         self._tokens = torch.empty(history, dtype=torch.int64, device=model.device)
@@ -257,6 +261,8 @@ class RowBatch:
             self._tokens[newest] = tokens
             self._lengths = self._lengths + 1
             stopped = torch.isin(tokens, self._stop_ids)
+            if self._decode:
+                stopped |= torch.tensor(self._ends_in_stop(self._decode), device=stopped.device)
             finished = stopped
             if (ended := self._lengths == self._limits).any():
                 finished = stopped | torch.from_numpy(ended).to(stopped.device)
@@ -371,6 +377,11 @@ class RowBatch:
             self._routes[newest] = self._experts.chosen(len(self._rows))[:, 0]
         logits: Tensor = output.logits[:, -1]
         return logits
+
+    def _ends_in_stop(self, decode: Callable[[list[int]], str]) -> list[bool]:
+        """Of each row, whether it has just had one of the texts that end a response."""
+        tails = (self._tokens[row, max(0, end - self._longest_stop) : end] for row, end in enumerate(self._lengths))
+        return [any(stop in text for stop in self._sampling.stop) for text in (decode(t.tolist()) for t in tails)]
 
     def _finish(self, finished: Tensor, stopped: Tensor) -> Iterator[FinishedRow]:
         """Hand out the finished rows, and keep the others."""

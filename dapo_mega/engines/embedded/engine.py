@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from dapo_mega.atomic_files import read_json_object
+from dapo_mega.data.tokenizer import load_tokenizer
 from dapo_mega.engines.embedded.decoding import (
     RowBatch,
     copy_hidden_of_last_tokens,
@@ -47,7 +49,8 @@ class EmbeddedEngine:
         """The architecture of `config` (a Hugging Face folder or configuration object), without weights until
         `load_weights`: `weight_version` is -1 before the first and after a failed one. At most `max_batch_rows`
         responses are decoded at once, and requests that wait take the places of finished ones. `check_stop` is called
-        before every token and may raise StopRequested."""
+        before every token and may raise StopRequested. Texts that end responses need a folder, with its tokenizer."""
+        self._folder = config
         if isinstance(config, str | Path):
             raw = read_json_object(Path(config) / "config.json")
             language = language_config(raw)
@@ -72,6 +75,10 @@ class EmbeddedEngine:
         self.weight_version = -1
         self._refusal = "no weights have been loaded; call load_weights first"
 
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(str(self._folder))
+
     @torch.inference_mode()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Response | GenerationFailure]:
         """Answer every request, in the order given.
@@ -88,7 +95,8 @@ class EmbeddedEngine:
         responses: dict[int, Response] = {}
         for alike in _alike(requests):
             waiting = [(index, requests[index]) for index in alike]
-            batch = RowBatch(waiting, self._model, self._chosen_experts, self._max_batch_rows)
+            decode = self._tokenizer.decode if waiting[0][1].sampling.stop else None
+            batch = RowBatch(waiting, self._model, self._chosen_experts, self._max_batch_rows, decode)
             for index, tokens, logprobs, stopped, routes in batch.decode(self._check_stop):
                 request_id = requests[index].request_id
                 finish: FinishReason = "stop" if stopped else "length"

@@ -109,6 +109,8 @@ def generate_payload(
         parameters["stop_token_ids"] = list(sampling.stop_token_ids)
     else:
         parameters["ignore_eos"] = True
+    if sampling.stop:
+        parameters["stop"] = list(sampling.stop)
     return {
         "rid": rid,
         "input_ids": prompt,

@@ -111,7 +111,7 @@ class EngineInfo:
     `dapo_mega.sglang_plugin`, None without the plugin; `has_plugin`: that version is this trainer's. `model` is the
     model's configuration, if the server reports one. `deterministic`: it samples by the seeds of requests.
     `adapter_rank` is the largest of LoRA adapters that it takes, 0 for none. `returns_routes`: it says which experts
-    tokens went through, if it is asked.
+    tokens went through, if it is asked. `knows_text`: it has the tokenizer.
     """
 
     url: str
@@ -131,6 +131,7 @@ class EngineInfo:
     deterministic: bool = False
     adapter_rank: int = 0
     returns_routes: bool = False
+    knows_text: bool = False
 
 
 class EngineClient:
@@ -339,4 +340,5 @@ def _engine_info(url: str, server: dict[str, Any], model: dict[str, Any], suppor
         deterministic=bool(server.get("enable_deterministic_inference", False)),
         adapter_rank=_count(server["max_lora_rank"], _MOST_RANKS) if server.get("enable_lora") else 0,
         returns_routes=bool(server.get("enable_return_routed_experts", False)),
+        knows_text=not server.get("skip_tokenizer_init", True),
     )

@@ -52,6 +52,8 @@ def incompatibility(info: EngineInfo, config: RunConfig, vocab_size: int) -> str
             "it does not say which experts tokens went through, as rollout.routing_replay=true needs; start it with "
             "-- --enable-return-routed-experts"
         )
+    if config.rollout.stop and not info.knows_text:
+        return "it has no tokenizer, by which it would find the texts of rollout.stop; start it with --with-text"
     sync = config.weight_sync
     if sync.in_flight == "continue" and sync.pause == "in_place" and not info.disable_radix_cache:
         return (

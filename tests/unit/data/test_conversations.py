@@ -173,6 +173,9 @@ def test_a_turn_that_ends_with_plain_text_is_named_with_what_stops_responses(tmp
     config = _dataset(tmp_path, [{"prompt": "6 x 7?", "answer": "42"}], chat_template=True)
     said = turn_without_stop(config, _chat_tokenizer(tmp_path, template, ("</s>",)))
     assert "ends a turn with '###', 3 tokens of plain text, at which no response stops, but at </s> (1)" in str(said)
+    assert "set rollout.stop to this text" in str(said)
+    assert turn_without_stop(config, _chat_tokenizer(tmp_path, template, ("</s>",)), ["Q:", "##"]) is None
+    assert turn_without_stop(config, _chat_tokenizer(tmp_path, template, ("</s>",)), ["#\n"]) is not None
     nothing = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     assert turn_without_stop(config, _chat_tokenizer(tmp_path, nothing, ("</s>",))) is None
 

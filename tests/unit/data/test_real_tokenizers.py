@@ -5,18 +5,22 @@ import json
 import os
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from dapo_mega.config import DatasetConfig
 from dapo_mega.data.preview import second_bos, stop_token_disagreement, turn_without_stop, with_marked_specials
 from dapo_mega.data.prompts import first_rows
-from dapo_mega.data.templates import with_template_arguments
+from dapo_mega.data.templates import PROBLEM, TEMPLATES, with_template_arguments
 from dapo_mega.data.tokenizer import decoder, load_tokenizer, stop_tokens
+from dapo_mega.engines.embedded.decoding import RowBatch
 from dapo_mega.environments.dialogues import make_dialogue
 from dapo_mega.errors import InputError
 from dapo_mega.samples.pieces import TokenPieces
+from dapo_mega.types import GenerationRequest, SamplingParams
 
 NAMES = ("qwen3", "gemma3", "llama3_1", "deepseek_v3", "smollm2")
 TEXTS = {
@@ -44,10 +48,10 @@ def ids_of(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def prompts_of(folder, tokenizer, prompts, chat_template=True, **arguments):
+def prompts_of(folder, tokenizer, prompts, chat_template=True, template="as_is", **arguments):
     rows = [{"prompt": prompt, "answer": "1"} for prompt in prompts]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {"path": str(folder / "data.jsonl"), "columns": {"ground_truth": "answer"}, "template": "as_is"}
+    values = {"path": str(folder / "data.jsonl"), "columns": {"ground_truth": "answer"}, "template": template}
     values |= {"chat_template": chat_template, "template_arguments": arguments}
     config = DatasetConfig.model_validate(values)
     return config, first_rows(config, tokenizer, None)
@@ -68,6 +72,20 @@ def test_prompts_are_those_of_transformers_with_one_first_token(tmp_path, name):
     assert ["Be brief." in row.text for row in rows] == [False, True, True]
     assert turn_without_stop(config, tokenizer) is None
     assert stop_token_disagreement(Path(tokenizer.name_or_path), tokenizer) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_template_is_rendered_as_by_transformers(tmp_path, name):
+    tokenizer = real(name)
+    for template, text in TEMPLATES.items():
+        problems = [*TEXTS.values(), "What is {problem} in {{ m }}?", "<|im_end|> </think> <eos>"]
+        _, rows = prompts_of(tmp_path, tokenizer, problems, template=template)
+        for problem, row in zip(problems, rows, strict=True):
+            messages = [{"role": "user", "content": text.replace(PROBLEM, problem)}]
+            assert row.text == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            if problem != problems[-1]:  # Which transformers would read as tokens.
+                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+                assert row.token_ids.tolist() == ids, (template, problem)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
@@ -147,3 +165,26 @@ def test_a_response_cut_within_a_character_is_its_text_up_to_there(name):
 def test_responses_stop_at_the_tokenizers_end_token_without_other_files(name):
     tokenizer = real(name)
     assert stop_tokens(Path(tokenizer.name_or_path), tokenizer) == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_that_ends_responses_is_found_at_the_token_that_completes_it(name):
+    """However many tokens it is, and where they begin within it."""
+    tokenizer, num_parts = real(name), 0
+    for text in TEXTS.values():
+        ids = ids_of(tokenizer, text)
+        shown = [tokenizer.decode(ids[:end]) for end in range(len(ids) + 1)]
+        for start in range(0, len(shown[-1]) - 3, 3):
+            stop = shown[-1][start : start + 4]
+            expected = next(end for end, before in enumerate(shown) if stop in before)
+            sampling = SamplingParams(stop=(stop,), max_new_tokens=len(ids))
+            request = GenerationRequest(0, np.zeros(1, np.int32), 0, sampling)
+            batch = RowBatch([(0, request)], SimpleNamespace(device="cpu"), None, 1, tokenizer.decode)
+            batch._tokens[0] = torch.tensor(ids)
+            found = []
+            for end in range(1, expected + 1):
+                batch._lengths = np.array([end])
+                found += batch._ends_in_stop(tokenizer.decode)
+            assert found == [False] * (expected - 1) + [True], (text, stop)
+            num_parts += len(ids_of(tokenizer, stop)) > 1
+    assert num_parts > 10

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from dapo_mega.data.tokenizer import build_character_tokenizer
 from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.sampling import request_uniforms
 from dapo_mega.types import GenerationRequest, NamedTensors, Response, SamplingParams
@@ -345,6 +346,29 @@ def test_a_stop_token_at_the_limit_is_a_stop(engine: EmbeddedEngine) -> None:
     last = int(generate(engine, [request])[0].token_ids[-1])
     [response] = generate(engine, [replace(request, sampling=SamplingParams(max_new_tokens=5, stop_token_ids=(last,)))])
     assert response.finish_reason == "stop"
+
+
+def test_a_text_of_several_tokens_ends_a_response_and_belongs_to_it(model: Qwen2ForCausalLM, tmp_path: Path) -> None:
+    model.config.save_pretrained(tmp_path)
+    tokenizer = build_character_tokenizer(map(chr, range(97, 93 + VOCAB)))
+    tokenizer.save_pretrained(tmp_path)
+    engine = EmbeddedEngine(tmp_path, max_batch_rows=5)  # Rows end at different times, and others take their places.
+    engine.load_weights([list(model.state_dict().items())], 0)
+    free = make_requests([6, 3, 9], 6, SamplingParams(max_new_tokens=40))
+    texts = [tokenizer.decode(response.token_ids) for response in generate(engine, free)]
+    stops = (texts[0][10:13], texts[1][20:22], "never", texts[2][-2:])
+    sampling = SamplingParams(max_new_tokens=40, stop=stops, stop_token_ids=(5,))
+    requests = [replace(request, sampling=sampling) for request in free]
+    ends = set()
+    for stopped, full in zip(generate(engine, requests), generate(engine, free), strict=True):
+        prefixes = [tokenizer.decode(full.token_ids[: n + 1]) for n in range(40)]
+        hits = [n for n, text in enumerate(prefixes) if full.token_ids[n] == 5 or any(stop in text for stop in stops)]
+        length = hits[0] + 1 if hits else 40
+        assert stopped.token_ids.tolist() == full.token_ids[:length].tolist()
+        assert np.abs(stopped.logprobs - full.logprobs[:length]).max() < 1e-5
+        assert stopped.finish_reason == ("stop" if hits else "length")
+        ends |= {stop for stop in stops if stop in prefixes[length - 1]} if hits else {"length"}
+    assert len(ends) > 1
 
 
 def test_greedy_equals_generate(model: Qwen2ForCausalLM, engine: EmbeddedEngine) -> None:

@@ -109,6 +109,13 @@ def test_greedy_top_k_and_no_stop_tokens_are_said_in_sglangs_words():
     assert parameters["top_k"] == 5
     assert parameters["ignore_eos"] is True
     assert "stop_token_ids" not in parameters
+    assert "stop" not in parameters
+
+
+def test_texts_that_end_a_response_are_said_as_they_are():
+    sampling = replace(REQUEST.sampling, stop=("</search>", "\n\n"))
+    parameters = generate_payload(replace(REQUEST, sampling=sampling), [], "r.")["sampling_params"]
+    assert parameters["stop"] == ["</search>", "\n\n"]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_nothing_is_asked_of_an_engine_before_it_has_the_weights(servers, drive)
         ({"vocab_size": 999}, {}, "vocabulary of 999 .* 1000"),
         ({}, {"rollout": {"dtype": "fp8"}}, "not quantized to fp8"),
         ({}, {"rollout": {"routing_replay": True}}, "start it with -- --enable-return-routed-experts"),
+        ({}, {"rollout": {"stop": ["</search>"]}}, "start it with --with-text"),
         ({}, {"lora": {"send": "adapters"}}, "rank 0 at most .* lora.rank=32; start it with --lora-rank 32"),
         ({"enable_lora": True, "max_lora_rank": 32}, {"lora": {"send": "adapters"}}, "needs this version of dapo_mega"),
         ({}, {"weight_sync": {"in_flight": "continue", "pause": "in_place"}}, "--disable-radix-cache"),
