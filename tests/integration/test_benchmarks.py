@@ -44,7 +44,7 @@ SMALLEST = {
     "fleet": "--requests 20 --turns 32 --rounds 1 --engines 2 3 --buckets 2",
     "environments": "--trajectories 40 --turns 3 --slow 2 --call-s 0.01 --rounds 1",
     "endpoint": "--conversations 2 --turns 3",
-    "senders": "--layout data=1 --engines 1 2 --mib 1 --rate 100mbit --rounds 1",
+    "senders": "--layout data=1 --engines 1 --mib 1 --rate 100mbit --rounds 1",
     "weight_sync": "--bucket-mib 1 --rounds 1",  # In test_fleet.py, which has an engine.
 }
 

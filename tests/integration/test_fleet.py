@@ -283,7 +283,7 @@ def test_responses_that_meet_an_update_carry_two_versions_and_lose_nothing(tmp_p
         num_steps=2,
         rollout={
             "schedule": "partial" if pause == "retract" else "asynchronous",
-            "max_response_tokens": 160,
+            "max_response_tokens": 64,
             "mismatch_stop": None if pause == "in_place" else 0.5,
             # The rest waits for a place, so that an update of `responses_over_an_update` meets engines at work.
             "fleet": {"min_engines": num_engines, "requests_per_engine": 16 // num_engines},
