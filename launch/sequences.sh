@@ -4,8 +4,9 @@
 #
 #   bash launch/sequences.sh r1|long_to_short|base_rl_distilled [--seed N] [--output DIR] [--short]
 #
-# All begin with one base model, made once in the output folder. --short shows that all stages run, and teaches little.
-# Run again, it goes on where it was.
+# All begin with one base model, made once in the output folder. --short shows in a few minutes that all stages run and
+# teach something: smaller models, sums of two digits, fewer careless texts and steps, one process. Run again, it goes on
+# where it was.
 set -euo pipefail
 
 usage="usage: sequences.sh r1|long_to_short|base_rl_distilled [--seed N] [--output DIR] [--short]"
@@ -14,12 +15,19 @@ case "$sequence" in
     r1 | long_to_short | base_rl_distilled) shift ;;
     *) echo "error: unknown sequence '$sequence'; $usage" >&2; exit 2 ;;
 esac
-seed=0 output= pretraining=1200 cold=5 rl=30 prompts=1000 own=300 dpo=80 k=1024
+seed=0 output= processes=2 pretraining=1200 pretraining_rate=2e-3 cold=5 rl=30 prompts=1000 own=300 dpo=80 k=1024
+task=(--min-digits 3 --num-train 4000 --num-eval 256) texts=(--num-demonstrations 30000) rl_rate=()
+sizes=(192 512) small_sizes=(96 256)
 while [ $# -gt 0 ]; do
     case "$1" in
         --seed) seed=$2; shift 2 ;;
         --output) output=$2; shift 2 ;;
-        --short) pretraining=200 cold=10 rl=1 prompts=64 own=10 dpo=5 k=4; shift ;;
+        --short)
+            processes=1 pretraining=400 pretraining_rate=6e-3 cold=10 rl=8 prompts=256 own=100 dpo=20 k=16
+            task=(--min-digits 2 --max-digits 2 --num-train 1000 --num-eval 64)
+            texts=(--num-demonstrations 12000 --careful 0.5 --verbose 0.1 --careless 0.4)
+            rl_rate=(optimizer.learning_rate=5e-4) sizes=(96 256) small_sizes=(64 160)
+            shift ;;
         *) echo "error: unknown argument '$1'; $usage" >&2; exit 2 ;;
     esac
 done
@@ -45,19 +53,19 @@ accuracy() {  # STAGE [K]: asks the held-out problems 4 times, or 32 of them K t
         --samples "$evaluation" --output "$evaluation.json" > /dev/null
 }
 sft() {  # STAGE MODEL DATA STEPS LEARNING_RATE [SECTION.KEY=VALUE ...]
-    mega sft --processes 2 --config configs/quickstart_sft.yaml seed="$seed" output_dir="$output/$1" model.path="$2" \
-        data.train.path="$3" num_steps="$4" optimizer.learning_rate="$5" optimizer.warmup_steps=5 "${@:6}"
+    mega sft --processes "$processes" --config configs/quickstart_sft.yaml seed="$seed" output_dir="$output/$1" \
+        model.path="$2" data.train.path="$3" num_steps="$4" optimizer.learning_rate="$5" optimizer.warmup_steps=5 "${@:6}"
 }
 rl() {  # STAGE MODEL [SECTION.KEY=VALUE ...]
-    mega train --processes 2 --config $recipe/rl.yaml seed="$seed" "${data[@]}" output_dir="$output/$1" \
-        model.path="$2" num_steps="$rl" "${@:3}"
+    mega train --processes "$processes" --config $recipe/rl.yaml seed="$seed" "${data[@]}" output_dir="$output/$1" \
+        model.path="$2" num_steps="$rl" "${rl_rate[@]}" "${@:3}"
 }
 own_answers() {  # STAGE FOLDER [OPTION ...]: what a stage's model says to the training problems, and is right.
     mega rejection-sample "$output/prepared" --output "$2" --config $recipe/rl.yaml --model "$output/$1/hf" \
         --seed "$seed" --set "${data[@]}" --samples 4 --force "${@:3}"
 }
 demonstrations() {  # FOLDER [OPTION ...]
-    mega prepare arithmetic --output "$output/$1" --seed "$seed" --min-digits 3 --num-train 4000 --num-eval 256 "${@:2}"
+    mega prepare arithmetic --output "$output/$1" --seed "$seed" "${task[@]}" "${@:2}"
 }
 initial_model() {  # FOLDER WIDTH INNER_WIDTH
     mega prepare init-model --output "$output/$1" --seed "$seed" --hidden-size "$2" --intermediate-size "$3" \
@@ -81,8 +89,8 @@ r1() {
         reward.components='[{kind: answer, incorrect: 0}, {kind: repetition, ngram_tokens: 8, weight: 0.2}]'
     accuracy stage4
     echo "distillation: a model of a quarter of the size on what stage 2 said, and RL in its place (3 minutes)"
-    initial_model small_initial 96 256
-    sft small_base "$output/small_initial" "$output/data/demonstrations.parquet" "$pretraining" 2e-3
+    initial_model small_initial "${small_sizes[@]}"
+    sft small_base "$output/small_initial" "$output/data/demonstrations.parquet" "$pretraining" "$pretraining_rate"
     accuracy small_base
     sft small_distilled "$output/small_base/hf" "$output/own" "$own" 1e-3
     accuracy small_distilled
@@ -129,9 +137,9 @@ base_rl_distilled() {
 }
 
 echo "the base model: random weights that have read careless and careful answers alike (2 minutes on two CPU cores)"
-demonstrations data --num-demonstrations 30000
-initial_model initial 192 512
-sft base "$output/initial" "$output/data/demonstrations.parquet" "$pretraining" 2e-3
+demonstrations data "${texts[@]}"
+initial_model initial "${sizes[@]}"
+sft base "$output/initial" "$output/data/demonstrations.parquet" "$pretraining" "$pretraining_rate"
 if [ ! -e "$output/prepared/card.json" ]; then
     "$PYTHON" $recipe/table.py first "$output/data/train.parquet" "$prompts" "$output/problems.parquet"
     mega prepare dataset "$output/problems.parquet" --output "$output/prepared" \
