@@ -29,7 +29,7 @@ from dapo_mega.types import sampled_rows
 from tests.distributed.launching import kill, start_workers, wait_for
 
 from .conftest import SharedEngines
-from .fleet_runs import GROUP_SIZE, check_restarted_run, fleet_values, total, wait_until, write_config
+from .fleet_runs import AT_WORK, GROUP_SIZE, check_restarted_run, fleet_values, total, wait_until, write_config
 from .runs import TRAIN, kill_when, steps_done
 from .sglang_servers import API_KEY, serving_engines, tiny_model
 from .soaked_game import NUM_TURNS, Game
@@ -52,7 +52,7 @@ class Soak:
         values = fleet_values(
             folder,
             engines,
-            rollout={"schedule": "asynchronous", "fleet": {"min_engines": 1}},
+            rollout={**AT_WORK, "schedule": "asynchronous", "fleet": {"min_engines": 1}},
             weight_sync={"in_flight": "continue", "timeout_s": 20},
             checkpoint={"every": 1, "asynchronous": False},
             environment={**KINDS[kind], "max_turn_tokens": 8, "retries": 20},
