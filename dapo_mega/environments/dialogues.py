@@ -121,7 +121,8 @@ class TemplateDialogue(Dialogue):
     """Any chat template that appends, with calls as JSON between <tool_call> tags. Raises `InputError` for one that
     does not, when it is made; and for messages that it refuses or alters, when they come.
 
-    A stop token that was sampled is not repeated. It also takes the place of the one that the template would write.
+    A stop token or closing text that was sampled is not repeated. The token also takes the place of the one that the
+    template would write.
     One that `may_rewrite` need not append: it is refused where it does not show what is said, or cannot be read.
     """
 
@@ -203,6 +204,10 @@ class TemplateDialogue(Dialogue):
                 close = close.partition(stop)[2] if stop in close else close[ends[0] :]
             else:  # The stop token may be the first of what follows, as GLM's <|user|>.
                 pieces[0] = (pieces[0][0].removeprefix(stop), False)
+        elif len(sampled_ids) and close.strip():  # Plain text that ends turns may have been sampled (rollout.stop).
+            (text,) = self._decode([np.asarray(sampled_ids)])
+            ends = range(len(close), len(close.rstrip()) - 1, -1)
+            close = next((close[end:] for end in ends if text.endswith(close[:end])), close)
         return self._encoder.encode([(close, False), *pieces])
 
     def _text(self, messages: Messages, add_generation_prompt: bool) -> str:

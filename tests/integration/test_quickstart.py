@@ -48,7 +48,7 @@ def test_a_wrong_argument_is_refused_before_the_cold_start(output, argument, lin
 
 @pytest.mark.timeout(1800)
 def test_dapo_lifts_accuracy_by_25_points(output):
-    # Half of the default, in one process, as two take half as much again of cores that are busy. How much it then learns
+    # Half of the default, in one process, as two take half as much again of busy cores. How much it then learns
     # differs between kinds of CPU: 0.33 on one, above 0.4 on others.
     result = quickstart(output, "--sft-steps", "600", "--processes", "1", *FEWER_STEPS)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]

@@ -281,6 +281,15 @@ def test_a_stop_token_that_opens_what_follows_is_not_repeated(tmp_path):
     assert list(added.values()) == [f"<|user|>B{START}", f"B{START}", f"<|user|>B{START}"]
 
 
+def test_plain_text_that_closes_a_turn_is_there_once():
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }} over\n{% endfor %}"
+    tokenizer = synthetic(template + "{% if add_generation_prompt %}assistant: {% endif %}")
+    dialogue, following = TemplateDialogue(tokenizer), "user: B over\nassistant: "
+    added = {said: tokenizer.decode(dialogue.extend([5], ids_of(tokenizer, said), [user("B")]))
+             for said in ("yes", "yes over", "yes over\n", "over and")}  # fmt: skip
+    assert list(added.values()) == [f" over\n{following}", f"\n{following}", following, f" over\n{following}"]
+
+
 def test_what_was_thought_stays_where_the_template_would_strip_it():
     tokenizer = synthetic(STRIPS)
     dialogue = TemplateDialogue(tokenizer, TOOLS)
