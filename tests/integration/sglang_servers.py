@@ -66,7 +66,7 @@ def tiny_model(folder: Path, **changes: Any) -> Path:
 def call(url: str, path: str, body: dict[str, Any] | None = None, key: str | None = API_KEY) -> tuple[int, Any]:
     """(status, decoded answer) of one HTTP call; GET without a body, else POST."""
     target = urlsplit(url)
-    connection = http.client.HTTPConnection(str(target.hostname), target.port, timeout=60)
+    connection = http.client.HTTPConnection(str(target.hostname), target.port, timeout=240)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
         connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
