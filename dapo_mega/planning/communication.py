@@ -53,7 +53,7 @@ def _data_parallel(workload: Workload) -> list[Traffic]:
     placement, config, compute = workload.placement, workload.config, workload.config.compute
     dense, spread = _largest_buffers(workload, placement)
     if config.uses_critic:
-        of_critic = _largest_buffers(workload, placement.of_critic)
+        of_critic = _largest_buffers(workload, workload.critic)
         dense, spread = dense + of_critic[0], spread + of_critic[1]
     # Megatron numbers processes tensor, context, data, pipeline; of experts expert-tensor, expert, data, pipeline.
     stage_size = placement.world_size // placement.parallel.pipeline
@@ -100,7 +100,7 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     arch, parallel = placement.arch, placement.parallel
     element = DTYPE_BYTES[config.model.dtype]
     # Over the step's tokens: forward (scoring, a reference, teachers, updates), backward, repeated forward of layers. A
-    # critic scores and learns like the policy, and teachers are counted as large as it.
+    # critic scores and learns like the policy; it and teachers are counted as large as that.
     models, epochs = 1 + config.uses_critic, float(config.batch.epochs)
     frozen = config.algorithm.uses_reference + len(workload.teachers)
     forward, backward = models * (1 + epochs) + frozen, models * epochs

@@ -96,7 +96,7 @@ def planned_always(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
     for layout in rehearsal.workload.teachers:
         held += ParameterBytes(stage_bytes(layout, stage, config.model, config.compute).parameters, 0, 0)
     if config.uses_critic:
-        held += stage_bytes(placement.of_critic, stage, config.model, config.compute, config.critic_lora)
+        held += stage_bytes(rehearsal.workload.critic, stage, config.model, config.compute, config.critic_lora)
     always: dict[str, float] = {
         "parameters": held.parameters,
         "gradients": held.gradients,
