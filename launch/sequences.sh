@@ -26,7 +26,7 @@ while [ $# -gt 0 ]; do
             processes=1 pretraining=600 pretraining_rate=6e-3 cold=3 rl=10 prompts=256 own=100 dpo=20 k=16
             task=(--min-digits 2 --max-digits 2 --num-train 1000 --num-eval 64)
             texts=(--num-demonstrations 20000 --careful 0.45 --verbose 0.05 --careless 0.5)
-            rl_rate=(optimizer.learning_rate=1e-3 optimizer.warmup_steps=2) sizes=(96 256) small_sizes=(64 160)
+            rl_rate=(optimizer.learning_rate=2e-4 optimizer.warmup_steps=2) sizes=(96 256) small_sizes=(64 160)
             shift ;;
         *) echo "error: unknown argument '$1'; $usage" >&2; exit 2 ;;
     esac
