@@ -68,6 +68,8 @@ def run_command(main: Callable[[], None]) -> None:
             _fail_by_fault(error)
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             _fail_by_fault(error)
+        if isinstance(error, FileExistsError | NotADirectoryError) and not os.path.isdir(error.filename or "/"):
+            leave(f"{error.filename}: a file stands where a folder is needed; give another path", EXIT_INPUT_ERROR)
         where = f"{error.filename}: " if error.filename else ""
         reason = error.strerror or str(error)
         leave(f"{where}{reason}; free space or fix the path or its permissions, and start again", EXIT_INPUT_ERROR)

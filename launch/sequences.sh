@@ -23,10 +23,10 @@ while [ $# -gt 0 ]; do
         --seed) seed=$2; shift 2 ;;
         --output) output=$2; shift 2 ;;
         --short)
-            processes=1 pretraining=400 pretraining_rate=6e-3 cold=10 rl=8 prompts=256 own=100 dpo=20 k=16
+            processes=1 pretraining=600 pretraining_rate=6e-3 cold=3 rl=10 prompts=256 own=100 dpo=20 k=16
             task=(--min-digits 2 --max-digits 2 --num-train 1000 --num-eval 64)
-            texts=(--num-demonstrations 12000 --careful 0.5 --verbose 0.1 --careless 0.4)
-            rl_rate=(optimizer.learning_rate=5e-4) sizes=(96 256) small_sizes=(64 160)
+            texts=(--num-demonstrations 20000 --careful 0.45 --verbose 0.05 --careless 0.5)
+            rl_rate=(optimizer.learning_rate=2e-4 optimizer.warmup_steps=2) sizes=(96 256) small_sizes=(64 160)
             shift ;;
         *) echo "error: unknown argument '$1'; $usage" >&2; exit 2 ;;
     esac
@@ -129,8 +129,8 @@ base_rl_distilled() {
     rl rl "$output/base/hf"
     accuracy rl "$k"
     echo "a teacher who has seen careful answers only, and the base model on what it says (4 minutes)"
-    demonstrations careful --num-demonstrations 6000 --careful 1 --verbose 0 --careless 0
-    sft teacher "$output/base/hf" "$output/careful/demonstrations.parquet" "$pretraining" 1e-3
+    demonstrations of_the_task --num-demonstrations 6000 --careful 1 --verbose 0 --careless 0
+    sft teacher "$output/base/hf" "$output/of_the_task/demonstrations.parquet" "$pretraining" 1e-3
     own_answers teacher "$output/of_teacher" --keep all
     sft distilled "$output/base/hf" "$output/of_teacher" "$own" 1e-3
     accuracy distilled "$k"

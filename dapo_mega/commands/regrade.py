@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--examples", type=int, default=3, metavar="N", help="changed responses to print (default: %(default)s)")
     options = parser.parse_intermixed_args(argv)
     quiet_libraries()
+    if options.examples < 0:
+        raise InputError(f"--examples={options.examples} must be 0 or more")
     overrides = list(options.overrides)
     if options.extraction:
         overrides.append(f"reward.extraction={options.extraction}")

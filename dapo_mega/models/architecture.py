@@ -337,7 +337,14 @@ class Architecture:
 
     def layout_beside(self, parallel: ParallelConfig) -> ParallelConfig:
         """The layout that a teacher or a critic has beside a policy in this one: without experts these are not spread,
-        and with another number of layers those are spread evenly."""
+        and with another number of layers those are spread evenly. Raises InputError for a mixture of experts where the
+        policy has none and tensor parallelism: neither of Megatron's ways with such experts is open."""
+        if self.experts and parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
+            raise InputError(
+                f"a model with experts ({self.model_type}) cannot stand beside a policy without under "
+                f"parallel.tensor={parallel.tensor}; set parallel.tensor=1, or serve it if it is a teacher "
+                "(distillation.teachers.NAME.urls)"
+            )
         changes: dict[str, Any] = {} if self.experts else {"expert": 1, "expert_tensor": 1}
         if sum(parallel.pipeline_layout or ()) != self.num_layers:
             changes["pipeline_layout"] = None

@@ -55,7 +55,7 @@ def _data_parallel(workload: Workload) -> list[Traffic]:
     placement, config, compute = workload.placement, workload.config, workload.config.compute
     dense, spread = _largest_buffers(workload, placement)
     if config.uses_critic:
-        of_critic = _largest_buffers(workload, placement.of_critic)
+        of_critic = _largest_buffers(workload, workload.critic)
         dense, spread = dense + of_critic[0], spread + of_critic[1]
     # Megatron numbers processes tensor, context, data, pipeline; of experts expert-tensor, expert, data, pipeline.
     stage_size = placement.world_size // placement.parallel.pipeline
@@ -106,7 +106,7 @@ def _model_parallel(workload: Workload, kind: LayerKind) -> list[Traffic]:
     epochs = float(config.batch.epochs)
     # Of each model its adapters and the passes over the step's tokens: forward (scoring, updates) and backward.
     models = [(placement, config.lora, 1 + epochs, epochs)]
-    models += [(placement.of_critic, config.critic_lora, 1 + epochs, epochs)] * config.uses_critic
+    models += [(workload.critic, config.critic_lora, 1 + epochs, epochs)] if config.uses_critic else []
     frozen = [placement] * config.algorithm.uses_reference + workload.teachers
     models += [(layout, None, 1.0, 0.0) for layout in frozen]
     by_model = []

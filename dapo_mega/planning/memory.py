@@ -99,7 +99,7 @@ def stage_memory(workload: Workload, engine: EngineLayout, stage: int) -> StageM
     buckets = bucket_memory(workload)
     either = {"activations and working set": sum(activation_parts(workload, placement, stage)), "weight sync": buckets}
     if config.uses_critic:
-        either["critic's activations"] = sum(activation_parts(workload, placement.of_critic, stage))
+        either["critic's activations"] = sum(activation_parts(workload, workload.critic, stage))
     if engine.is_embedded and stage == 0:
         always["rollout engine"] = engine_weight_bytes(engine, placement.arch)
         rows = min(engine.max_rows, -(-workload.generated_per_round // engine.num_engines(placement.data_size)))
@@ -144,9 +144,9 @@ def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
         of_teachers = (stage_bytes(layout, stage, config.model, config.compute) for layout in teachers)
         always["teachers"] = sum(held.parameters for held in of_teachers)
     if config.uses_critic:
-        critic = stage_bytes(placement.of_critic, stage, config.model, config.compute, config.critic_lora)
+        critic = stage_bytes(workload.critic, stage, config.model, config.compute, config.critic_lora)
         always["critic"] = critic.parameters + critic.gradients + critic.optimizer
-        always["critic"] += fp8_weight_bytes(placement, stage, config.compute)
+        always["critic"] += fp8_weight_bytes(workload.critic, stage, config.compute)
     return always
 
 

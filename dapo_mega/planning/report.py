@@ -119,7 +119,7 @@ def _memory_lines(plan: Estimate) -> Iterator[str]:
         yield f"  {stage.stage:5}" + "".join(f"{text:>{len(name) + 3}}" for name, text in texts.items())
     yield from _activation_lines(plan)
     if config.uses_critic:
-        yield "  assumed: the critic has the policy's sizes, and activations when the policy has none"
+        yield "  assumed: critic and policy never hold activations at once; a critic not here has the policy's sizes"
     if workload.placement.arch.experts:
         yield "  assumed: every expert gets as many tokens as the others; a busier one needs more"
     yield (

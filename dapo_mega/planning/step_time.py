@@ -114,8 +114,9 @@ def step_time(
     launches = 2 + (config.compute.recompute == "full")
     update = _slowest_stage(workload, machine, layers, head, launches) * config.batch.epochs
     if config.uses_critic:
-        forward += _slowest_stage(workload, machine, 1.0, 0.0, launches=1)
-        update += _slowest_stage(workload, machine, layers, 0.0, launches) * config.batch.epochs
+        critic = replace(workload, placement=workload.critic)
+        forward += _slowest_stage(critic, machine, 1.0, 0.0, launches=1)
+        update += _slowest_stage(critic, machine, layers, 0.0, launches) * config.batch.epochs
     share = placement.bubble_share(num_micro_batches)
     # Scoring runs all of a step's micro-batches through the pipeline at once.
     score_share = placement.bubble_share(num_micro_batches * config.batch.updates_per_step)

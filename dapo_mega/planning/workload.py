@@ -31,6 +31,16 @@ class Workload:
         return [replace(self.placement, arch=arch, parallel=arch.layout_beside(parallel)) for arch in archs]
 
     @property
+    def critic(self) -> RankLayout:
+        """The value model beside the policy; one whose folder is not here is taken to be of the policy's sizes."""
+        from dapo_mega.models.stored_model import critic_architecture  # It loads torch, as above.
+
+        path, arch = self.config.critic.path, self.placement.arch
+        if path and Path(path).is_dir():
+            arch = critic_architecture(Path(path))[1]
+        return replace(self.placement, arch=arch, parallel=arch.layout_beside(self.placement.parallel)).of_critic
+
+    @property
     def longest(self) -> int:
         return self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
 

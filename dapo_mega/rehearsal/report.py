@@ -103,7 +103,7 @@ def planned_always(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
     for layout in rehearsal.workload.teachers:
         held += ParameterBytes(stage_bytes(layout, stage, config.model, config.compute).parameters, 0, 0)
     if config.uses_critic:
-        held += stage_bytes(placement.of_critic, stage, config.model, config.compute, config.critic_lora)
+        held += stage_bytes(rehearsal.workload.critic, stage, config.model, config.compute, config.critic_lora)
     always: dict[str, float] = {
         "parameters": held.parameters,
         "gradients": held.gradients,
@@ -169,7 +169,7 @@ def planned_flops(rehearsal: Rehearsal, rank: int) -> dict[str, float]:
     frozen = [workload.placement] * config.algorithm.uses_reference + workload.teachers
     score += sum(_model_flops(workload, placement, stage, scored, None)[0] for placement in frozen)
     if config.uses_critic:
-        of_critic = _model_flops(workload, workload.placement.of_critic, stage, scored, config.critic_lora)
+        of_critic = _model_flops(workload, workload.critic, stage, scored, config.critic_lora)
         score, update = score + of_critic[0], update + of_critic[1]
     return {"score": score, "update": update}
 

@@ -198,10 +198,13 @@ def test_a_wrong_argument_of_a_sequence_is_refused_before_anything_is_made(tmp_p
 
 @pytest.mark.whole_table  # Its commands have tests of their own.
 @pytest.mark.timeout(3600)
-def test_all_stages_of_the_sequences_run_and_end_in_a_table(tmp_path):
+def test_all_stages_of_the_sequences_run_and_teach_something(tmp_path):
     for name, num_stages in SEQUENCES.items():
         result = sequence(name, "--output", tmp_path / "out", "--short", limit_s=1800)
         assert result.returncode == 0, result.stderr[-3000:]
         header, _, *rows = (tmp_path / "out" / f"{name}.md").read_text().splitlines()
         assert header == "| stage | accuracy on held-out problems | tokens of an answer |"
         assert len(rows) == num_stages, rows
+        first, *later = (float(row.split("|")[2]) for row in rows)
+        assert 0.1 < first < 0.7, rows
+        assert max(later) > first + 0.1, rows

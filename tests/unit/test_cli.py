@@ -30,6 +30,15 @@ def test_escape_codes_are_spelled_out():
     assert (result.returncode, result.stdout, result.stderr) == (2, b"a\\x1b[31m\n", b"error: b\\x1b[2J\n")
 
 
+def test_a_file_where_an_outputs_folder_would_have_to_be_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "sub"):
+        code = f"import pathlib; run_command(lambda: pathlib.Path({str(folder)!r}).mkdir(exist_ok=True))"
+        result = run("from dapo_mega.cli import *; " + code)
+        said = f"error: {folder}: a file stands where a folder is needed; give another path\n"
+        assert (result.returncode, result.stderr.decode()) == (2, said)
+
+
 def test_a_terminal_that_knows_few_characters_is_no_error():
     result = run("from dapo_mega.cli import *; print_once('⟦é')", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert (result.returncode, result.stdout) == (0, b"\\u27e6\\xe9\n")

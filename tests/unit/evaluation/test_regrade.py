@@ -86,6 +86,8 @@ def test_without_a_choice_the_saved_grader_judges_again(tmp_path, capsys):
     save(tmp_path / "unknown", settings={})
     with pytest.raises(InputError, match=r"does not say how it was judged; give --config"):
         main([str(tmp_path / "unknown")])
+    with pytest.raises(InputError, match="--examples=-1 must be 0 or more"):
+        main([str(tmp_path / "unknown"), "--examples", "-1"])
     assert not (tmp_path / "unknown-regraded").exists()
 
 

@@ -165,6 +165,10 @@ def test_a_model_of_other_sizes_beside_a_policy_fits_into_its_layout():
     found = dense.layout_beside(given)
     dense.check_layout(found)
     assert found == ParallelConfig(tensor=2, sequence=True, pipeline=2, world_size=8)
+    # Both ways of mixtures with tensor parallelism are refused for the policy, so neither is advised.
+    with pytest.raises(InputError, match=r"cannot stand .*parallel.tensor=2; set parallel.tensor=1, or serve it"):
+        mixture.layout_beside(found)
+    assert mixture.layout_beside(ParallelConfig(pipeline=2)) == ParallelConfig(pipeline=2)
 
 
 def test_blocks_of_fp8_that_sequence_parallelism_would_cut_are_refused():

@@ -4,16 +4,22 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dapo_mega.commands import plan
+from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import InputError
+from dapo_mega.models.architecture import Experts
 from dapo_mega.models.families import read_architecture
-from dapo_mega.planning.memory import GIB
+from dapo_mega.planning.memory import GIB, trainer_memory
 from dapo_mega.planning.parameters import num_parameters
+from dapo_mega.planning.rank_layout import RankLayout
+from dapo_mega.planning.step_time import Machine, step_time
+from dapo_mega.planning.workload import Workload
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TOOL = REPOSITORY / "tools" / "plan_run.py"
@@ -189,6 +195,31 @@ def test_a_critic_is_planned_beside_the_policy(tool, capsys, small):
     assert any(line.startswith("critic: starts from model.path; learning rate 5e-06 after 50") for line in both)
     seconds = [number(r"without generation: ([\d.]+) s", "\n".join(text)) for text in (alone, both)]
     assert 1.3 < seconds[1] / seconds[0] < 2
+
+
+def test_a_critic_of_other_sizes_is_planned_with_its_own(small, tmp_path):
+    critic, config = tmp_path / "critic", json.loads((tmp_path / "model.json").read_text())
+    critic.mkdir()
+    (critic / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    arch = load_architecture_of(small)
+    mixture = replace(arch, experts=Experts(number=4, per_token=2, ffn_hidden_size=512, normalised=True))
+    overrides = ["algorithm.advantage=gae", "parallel.expert=2", "model.dtype=fp32"]
+    machine = Machine(1e6, 1.0, 1e9, 1e9, 8, 1e9, 1e30, 1.0)
+
+    def planned(*more):
+        config = load_config(RunConfig, Path(small), [*overrides, *more])
+        work = Workload(config, RankLayout(mixture, config.parallel, 2), 128, 384)
+        return work.critic, trainer_memory(work, 0)["critic"], step_time(work, machine, "local", 1)
+
+    (absent, of_mixture, longer), (found, held, shorter) = planned(), planned(f"critic.path={critic}")
+    assert absent.arch == mixture.with_value_head()
+    assert found.arch == replace(arch, num_layers=2).with_value_head()
+    assert (absent.parallel.expert, found.parallel.expert) == (2, 1)
+    # Float32: weights and gradients, and two moments shared by two processes.
+    assert held == pytest.approx(12 * num_parameters(found.arch), rel=1e-3)
+    assert held < of_mixture
+    assert shorter.scoring < longer.scoring
+    assert shorter.updates < longer.updates
 
 
 def test_a_critic_must_fit_the_policy(tool, capsys, small, tmp_path):
