@@ -206,8 +206,8 @@ class TemplateDialogue(Dialogue):
                 pieces[0] = (pieces[0][0].removeprefix(stop), False)
         elif len(sampled_ids) and close.strip():  # Plain text that ends turns may have been sampled (rollout.stop).
             (text,) = self._decode([np.asarray(sampled_ids)])
-            ends = range(len(close), len(close.rstrip()) - 1, -1)
-            close = next((close[end:] for end in ends if text.endswith(close[:end])), close)
+            longest_first = range(len(close), len(close.rstrip()) - 1, -1)
+            close = next((close[end:] for end in longest_first if text.endswith(close[:end])), close)
         return self._encoder.encode([(close, False), *pieces])
 
     def _text(self, messages: Messages, add_generation_prompt: bool) -> str:
