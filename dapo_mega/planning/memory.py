@@ -162,7 +162,9 @@ def activation_parts(workload: Workload, placement: RankLayout, stage: int) -> t
 
 def working_set(model: ActivationModel, stage: int, *, learns_output: bool) -> float:
     """Bytes of temporary tensors besides the activations: the output layer's, or one layer's gradients."""
-    layer = _layer_gradients(model) if model.placement.stage_layers[stage] else 0.0
+    layer = 0.0
+    if model.placement.stage_layers[stage]:
+        layer = max(_layer_gradients(model), _experts_forward(model, has_adapters=not learns_output))
     if stage != model.placement.parallel.pipeline - 1:
         return layer
     if model.placement.arch.has_value_head:
@@ -224,3 +226,16 @@ def _layer_gradients(model: ActivationModel) -> float:
     projection = placement.gathers_projection * 2 * model.tokens * placement.projected_heads * arch.head_dim
     gradients = (4 * inner + 2 * outer - inner * model.operand / model.element for inner, outer in widths)
     return model.element * max(projection, *gradients)
+
+
+def _experts_forward(model: ActivationModel, *, has_adapters: bool) -> float:
+    """What a mixture's forward pass holds at most beside what it keeps: rows before and after they went to experts, and
+    of these the output and the same in another order, or what adapters add and the sum. Where experts are cut, Megatron
+    sums outputs in float32."""
+    arch, parallel = model.placement.arch, model.placement.parallel
+    if not arch.experts:
+        return 0.0
+    cut = parallel.expert_tensor
+    summed = (cut > 1) * 4 / model.element * ((model.element < 4) + 1 / cut)
+    rows = model.shared_tokens * arch.experts.per_token * cut * arch.hidden_size * model.element
+    return rows * ((1 + (parallel.expert > 1)) / cut + max(2 + summed, 3 * has_adapters))

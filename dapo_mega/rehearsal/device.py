@@ -365,3 +365,21 @@ def attention(
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu
     output: Tensor = kernel(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
     return output
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight, inputs.new_empty(*inputs.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        inputs, weight, _ = ctx.saved_tensors
+        return torch.empty_like(inputs), torch.empty_like(weight)
+
+
+def rms_norm(inputs: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    """torch's rms_norm as a GPU's kernel, which keeps its input and a number for each row, and no copy in float32."""
+    output: Tensor = _Norm.apply(inputs, weight)
+    return output

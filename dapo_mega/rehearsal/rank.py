@@ -39,7 +39,7 @@ from dapo_mega.models.hf_checkpoint import TensorSource, TensorSpec, all_tensors
 from dapo_mega.models.hf_shapes import hf_shape
 from dapo_mega.planning.workload import Workload
 from dapo_mega.rehearsal.communication import Event, World
-from dapo_mega.rehearsal.device import DEVICE, PretendedDevice, attention, even_choice
+from dapo_mega.rehearsal.device import DEVICE, PretendedDevice, attention, even_choice, rms_norm
 from dapo_mega.training.trainer import Trainer
 
 
@@ -221,6 +221,7 @@ def _pretend() -> None:
     accelerator.device = lambda: DEVICE
     cpu_accelerator._CPU = DEVICE
     torch.nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    torch.nn.functional.rms_norm = rms_norm  # type: ignore[assignment]
     logprobs._kernels_for = lambda logits: _Kernels  # type: ignore[assignment,return-value]
     fused_logprobs.CHUNK_BYTES["meta"] = fused_logprobs.CHUNK_BYTES["cuda"]
     # No file of a checkpoint is written.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -52,6 +53,7 @@ def report(rehearsal: Rehearsal) -> Iterator[str]:
     for stage in range(workload.placement.parallel.pipeline):
         yield from _stage_lines(rehearsal, stage)
     yield _verdict(rehearsal)
+    yield f"the largest batch.tokens_per_microbatch that fits by the plan: {_most_tokens(rehearsal)}"
     yield from _traffic_lines(rehearsal)
 
 
@@ -138,8 +140,7 @@ def _has_other_layers(rehearsal: Rehearsal) -> bool:
 
 def _verdict(rehearsal: Rehearsal) -> str:
     """With the layers that the run will have; local ones keep more."""
-    placement = rehearsal.config.rollout.placement
-    available = rehearsal.available_bytes - ASLEEP_BYTES * (placement == "colocated")
+    placement, available = rehearsal.config.rollout.placement, _available(rehearsal)
     beside = {"colocated": ", beside an engine asleep", "embedded": ", the embedded engine left out"}.get(placement, "")
     most = local = max(float(played.most.num_bytes) for played in rehearsal.played.values())
     if _has_other_layers(rehearsal):
@@ -152,6 +153,23 @@ def _verdict(rehearsal: Rehearsal) -> str:
     if most <= available:
         return f"fits: {of_gpu}; {(available - most) / GIB:.1f} GiB to spare"
     return f"DOES NOT FIT: {of_gpu}"
+
+
+def _available(rehearsal: Rehearsal) -> float:
+    return rehearsal.available_bytes - ASLEEP_BYTES * (rehearsal.config.rollout.placement == "colocated")
+
+
+def _most_tokens(rehearsal: Rehearsal) -> int:
+    """Of the longest samples that a micro-batch may hold, by what was found to stay and the planned activations."""
+    given, workload = rehearsal.given, rehearsal.workload
+    always = {rehearsal.roles.place(rank)[3]: sum(played.always.values()) for rank, played in rehearsal.played.items()}
+
+    def held(number: int) -> float:
+        batch = given.batch.model_copy(update={"tokens_per_microbatch": number * workload.longest})
+        whole = replace(workload, config=given.model_copy(update={"batch": batch}))
+        return max(kept + sum(activation_parts(whole, whole.placement, stage)) for stage, kept in always.items())
+
+    return workload.longest * bisect_right(range(1, 2**12), _available(rehearsal), key=held)
 
 
 def _beside(name: str, found: float, planned: float, unit: str) -> str:

@@ -49,11 +49,12 @@ def test_what_needs_a_gpu_passes_on_the_emulated_one(pytestconfig):
     assert int(calls[1]) > 0
 
 
-def test_rehearsals_do_what_processes_with_transformer_engines_layers_do():
+def test_rehearsals_do_what_processes_with_transformer_engines_layers_do(pytestconfig):
     """In a process of its own, as a user's: those that are rehearsed are its forks, and would know of other models."""
-    result = on_the_emulated_device(REHEARSAL)
+    whole = pytestconfig.getoption("whole_table", False)
+    result = on_the_emulated_device(REHEARSAL, *["--whole-table"] * whole)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
-    assert "7 passed" in result.stdout
+    assert f"{13 if whole else 8} passed" in result.stdout
 
 
 @pytest.mark.parametrize("learning", [pytest.param("learn-fp8", marks=pytest.mark.whole_table), None])

@@ -1,7 +1,7 @@
 """A rehearsal with Transformer Engine's layers does what processes with them do, and holds what was planned."""
 
 import pytest
-from transformers import Qwen2MoeConfig
+from transformers import Qwen2MoeConfig, Qwen3MoeConfig
 
 from dapo_mega.planning.memory import activation_parts
 from dapo_mega.rehearsal import device, report
@@ -112,3 +112,25 @@ def test_what_is_offloaded_is_not_on_the_device(share, tmp_path, monkeypatch):
     found, planned = rehearsal.played[0].always, report.planned_always(rehearsal, 0)
     assert found == pytest.approx(planned, rel=0.001)
     assert found["optimizer"] == pytest.approx(found["parameters"] * (6 - 4 * share), rel=0.001)
+
+
+ACTIVATIONS = {
+    "adapters": {"parallel": SEQUENCE, "lora": {"rank": 2}},
+    "experts' adapters": {"parallel": {"expert": 2}, "lora": {"rank": 2}},
+    "cut experts": {"parallel": {**SEQUENCE, "expert_tensor": 2}},
+}
+
+
+@pytest.mark.parametrize("case", marked(ACTIVATIONS, {"adapters", "cut experts"}))
+def test_activations_are_what_was_planned(case, tmp_path):
+    case = ACTIVATIONS[case]
+    if "expert" in str(case["parallel"]):
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+        sizes = SIZES | experts | {"num_key_value_heads": 8, "num_hidden_layers": 6}
+        model = save_random(Qwen3MoeConfig(**sizes), tmp_path)
+    else:
+        model = make_qwen3_model(tmp_path, **SIZES)
+    rehearsal = rehearse_run(config_of({**TWO, **case}, {False: str(model)}, 2), 2, 80 * 2**30)
+    held = max(rank.peaks["update"].num_bytes - sum(rank.always.values()) for rank in rehearsal.played.values())
+    planned = sum(activation_parts(rehearsal.workload, rehearsal.workload.placement, 0))
+    assert held == pytest.approx(planned, rel=0.03)
