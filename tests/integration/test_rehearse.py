@@ -110,6 +110,17 @@ def test_what_does_not_divide_or_fit_is_said_in_one_line(tmp_path, capsys):
     assert "largest batch.tokens_per_microbatch that fits by the plan: 0" in printed
 
 
+def test_a_model_of_latent_attention_is_reported_without_a_plan_of_its_activations(tmp_path, capsys):
+    config = shallow(CONFIGS / "gsm8k-qwen2.5-0.5b-1gpu.yaml", tmp_path, **{**LATENT, "hidden_size": 512})
+    rehearse.main([str(CONFIGS / "gsm8k-qwen2.5-0.5b-1gpu.yaml"), "model.path=elsewhere",
+                   f"model.architecture={config.model.architecture}"])  # fmt: skip
+    said = capsys.readouterr().out
+    assert "those of latent attention have no plan" in said
+    assert "GiB to spare" in said
+    assert "no step time: it is part of a plan" in said
+    assert "ranks agree" in said
+
+
 @pytest.mark.parametrize("change", ["missing", "misshapen"])
 def test_what_is_wrong_with_a_checkpoint_is_found(change, tmp_path):
     """By the names and shapes of its files, without reading a tensor."""
