@@ -128,46 +128,23 @@ def _of_stage(
     kind: LayerKind,
     stage: int,
 ) -> list[Traffic]:
-    """Of a model's forward and backward passes on a stage. t and s are a process's tokens of a whole step, without and
-    with sequence parallelism."""
+    """Of a model's forward and backward passes on a stage."""
     config, arch, parallel = workload.config, placement.arch, placement.parallel
     element = DTYPE_BYTES[config.model.dtype]
     passes = forward + backward * (2 if config.compute.recompute == "full" else 1)
     tokens = workload.responses_per_step * workload.mean_length / placement.data_size / parallel.context
-    shared = tokens / placement.sequence_size
     numbers = placement.stage_layers[stage]
-    layers = len(numbers)
+    layers, with_experts = len(numbers), sum(map(arch.has_experts, numbers))
     hidden = tokens * arch.hidden_size * element
+    shared = hidden / placement.sequence_size  # Hidden states of a process's tokens under sequence parallelism.
     ring = (parallel.tensor - 1) / parallel.tensor
-    # An all-reduce, or a gathering and a scattering, around attention and MLP or shared expert; sequence parallelism
-    # gathers the inputs once more for the gradients of weights that learn.
-    experts = arch.experts
-    with_experts = sum(map(arch.has_experts, numbers))
-    has_shared = experts is not None and experts.shared_ffn_hidden_size is not None
-    blocks = 2 * layers - (0 if has_shared else with_experts)
-    # Around the embedding in the forward pass and around the output layer in the backward pass, or half of each under
-    # sequence parallelism; a critic's output layer has none, and a frozen embedding needs no gradient.
-    embedding, head = forward, backward
-    if parallel.sequence:
-        embedding, head = (forward + backward * (lora is None)) / 2, (forward + backward) / 2
-    at_ends = (stage == 0) * embedding + (stage == parallel.pipeline - 1 and not arch.has_value_head) * head
-    num_reductions = passes * blocks + at_ends
-    tensor = num_reductions * 2 * hidden * ring
-    # Of latent attention the latent vectors are gathered in place of the hidden states, and scattered backwards.
-    latents, repeated = _attention_inputs(arch)
-    tensor += (passes if parallel.sequence else 2 * backward) * layers * (latents - 1) * hidden * ring
-    if lora:
-        for weight, *_ in chain.from_iterable(adapted_in(arch, layer, lora) for layer in numbers):
-            if weight.is_cut and weight.placed.expert is None:
-                # What is between A and B is gathered or scattered forwards and backwards, or summed once.
-                times = passes if parallel.sequence else 2 * (passes - backward if weight.is_row else backward)
-                tensor += times * len(weight.parts) * lora.rank * tokens * element * ring
+    reductions = _reductions(placement, lora, forward, backward, passes, stage)
+    tensor = (reductions + _beside_reductions(placement, lora, passes, backward, numbers)) * hidden * ring
     if parallel.sequence and not lora:
-        tensor += backward * (blocks + layers * (repeated - 1)) * hidden * ring
         # Each process has gradients of its own tokens of the products that make latent vectors, and of routers.
-        own = with_experts * experts.number * arch.hidden_size if experts else 0.0
-        if arch.latent_attention:
-            own += layers * (latents - (arch.latent_attention.query_rank is None)) * arch.hidden_size**2
+        own = with_experts * arch.experts.number * arch.hidden_size if arch.experts else 0.0
+        if latent := arch.latent_attention:
+            own += layers * (_attention_inputs(arch)[0] - (latent.query_rank is None)) * arch.hidden_size**2
         tensor += (backward > 0) * config.batch.updates_per_step * own * 4 * 2 * ring
     tensor -= _saved_by_fp8(config, placement, numbers, passes - backward, backward, lora is None) * hidden * ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.
@@ -176,38 +153,79 @@ def _of_stage(
     keys = 2 * placement.key_heads * arch.head_dim * element * tokens
     # The ring of Transformer Engine passes keys and values again backwards, beside their gradients.
     context = (passes + backward * (kind != "local")) * layers * keys * (parallel.context - 1)
-    routed = shared * experts.per_token * arch.hidden_size * element if experts else 0.0
-    ring_experts = (parallel.expert - 1) / parallel.expert
-    expert = passes * with_experts * 2 * routed * ring_experts
-    cut = passes * with_experts * 2 * routed * (parallel.expert_tensor - 1)
+    routed = passes * with_experts * 2 * shared * arch.experts.per_token if arch.experts else 0.0
     # Stages between others send outputs forward and gradients backward; of two, the first has nobody before its first.
     virtual = parallel.virtual_pipeline
     sends = forward * virtual + backward * (virtual if parallel.pipeline > 2 else virtual - 1)
-    stages = sends * shared * arch.hidden_size * element * (parallel.pipeline > 1)
     name = "TP + SP gather and scatter" if parallel.sequence else "TP all-reduce"
-    # Collectives of one micro-batch; with sequence parallelism each is a gathering and a scattering. Experts' weights
-    # in the sum are sent beside the tokens, and shapes before what stages send.
-    again = parallel.sequence and not lora
-    calls = [
-        num_reductions * (1 + parallel.sequence) + again * backward * blocks, gathers,
-        passes * layers * (parallel.context - 1 if kind != "local" else parallel.context > 1),
-        passes * with_experts * 3, passes * with_experts * 3, 2 * sends,
-    ]  # fmt: skip
     num_micro_batches = (
         workload.micro_batches(workload.mean_length) * config.batch.updates_per_step / config.batch.epochs
     )
+    # Collectives of one micro-batch; with sequence parallelism each reduction is a gathering and a scattering. Experts'
+    # weights in the sum are sent beside the tokens, and shapes before what stages send.
+    again = parallel.sequence and not lora
+    calls = [
+        reductions / 2 * (1 + parallel.sequence) + again * backward * _num_blocks(arch, numbers), gathers,
+        passes * layers * (parallel.context - 1 if kind != "local" else parallel.context > 1),
+        passes * with_experts * 3, passes * with_experts * 3, 2 * sends,
+    ]  # fmt: skip
     everything = [
         Traffic(name, tensor, parallel.tensor),
         Traffic("TP gather and scatter of shared keys", projection, parallel.tensor),
         Traffic("CP keys and values", context, parallel.tensor * parallel.context, kind != "local"),
-        Traffic("EP all-to-all", expert, parallel.expert * parallel.expert_tensor),
-        Traffic("expert-TP gather and scatter", cut, parallel.expert_tensor),
-        Traffic("PP sends", stages, placement.world_size, virtual > 1),
+        Traffic(
+            "EP all-to-all",
+            routed * (parallel.expert - 1) / parallel.expert,
+            parallel.expert * parallel.expert_tensor,
+        ),
+        Traffic("expert-TP gather and scatter", routed * (parallel.expert_tensor - 1), parallel.expert_tensor),
+        Traffic("PP sends", sends * shared * (parallel.pipeline > 1), placement.world_size, virtual > 1),
     ]
     return [
         replace(traffic, num_calls=number * num_micro_batches)
         for traffic, number in zip(everything, calls, strict=True)
     ]
+
+
+def _num_blocks(arch: "Architecture", numbers: list[int]) -> int:
+    """Attentions, and MLPs or shared experts, of these layers: around each is an all-reduce, or a gathering and a
+    scattering."""
+    has_shared = arch.experts is not None and arch.experts.shared_ffn_hidden_size is not None
+    return 2 * len(numbers) - (0 if has_shared else sum(map(arch.has_experts, numbers)))
+
+
+def _reductions(
+    placement: RankLayout, lora: LoraConfig | None, forward: float, backward: float, passes: float, stage: int
+) -> float:
+    """Hidden states that a stage sends in its reductions, of which each sends two. Besides those of blocks there is one
+    around the embedding in the forward pass and around the output layer in the backward pass, or half of each under
+    sequence parallelism; a critic's output layer has none, and a frozen embedding needs no gradient."""
+    arch, parallel = placement.arch, placement.parallel
+    embedding, head = forward, backward
+    if parallel.sequence:
+        embedding, head = (forward + backward * (lora is None)) / 2, (forward + backward) / 2
+    at_ends = (stage == 0) * embedding + (stage == parallel.pipeline - 1 and not arch.has_value_head) * head
+    return 2 * (passes * _num_blocks(arch, placement.stage_layers[stage]) + at_ends)
+
+
+def _beside_reductions(
+    placement: RankLayout, lora: LoraConfig | None, passes: float, backward: float, numbers: list[int]
+) -> float:
+    """Hidden states that these layers send within the tensor group besides: of latent attention the latent vectors are
+    gathered in place of the hidden states, and scattered backwards; what is between A and B of adapters is gathered or
+    scattered forwards and backwards, or summed once; and sequence parallelism gathers inputs once more for the
+    gradients of weights that learn."""
+    arch, parallel = placement.arch, placement.parallel
+    latents, repeated = _attention_inputs(arch)
+    sent = (passes if parallel.sequence else 2 * backward) * len(numbers) * (latents - 1)
+    if lora:
+        for weight, *_ in chain.from_iterable(adapted_in(arch, layer, lora) for layer in numbers):
+            if weight.is_cut and weight.placed.expert is None:
+                times = passes if parallel.sequence else 2 * (passes - backward if weight.is_row else backward)
+                sent += times * len(weight.parts) * lora.rank / arch.hidden_size
+    elif parallel.sequence:
+        sent += backward * (_num_blocks(arch, numbers) + len(numbers) * (repeated - 1))
+    return sent
 
 
 def _saved_by_fp8(
