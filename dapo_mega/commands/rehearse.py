@@ -50,14 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     assumptions = assumptions_of(plan_parser().parse_args([str(options.config), *sizes]), config)
     available = assumptions.machine.memory_bytes - assumptions.reserved_bytes
     rehearsal = rehearse_run(config, world_size, available)
-    placement = rehearsal.workload.placement
-    if placement.arch.latent_attention:
-        of_time = iter(
-            ["no step time: it is part of a plan, and plans do not model the activations of latent attention"]
-        )
-    else:
-        of_time = time_lines(estimate(config, placement, assumptions))
-    for line in chain(report(rehearsal), of_time):
+    for line in chain(report(rehearsal), time_lines(estimate(config, rehearsal.workload.placement, assumptions))):
         print_once(line)
     if found := rehearsal.disagreements():
         raise InputError("the run's ranks do not meet: " + "; ".join(found))

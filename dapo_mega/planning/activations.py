@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dapo_mega.config import ComputeConfig, ModelConfig
-from dapo_mega.errors import InputError
 from dapo_mega.planning.parameters import DTYPE_BYTES
 from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
 if TYPE_CHECKING:
-    from dapo_mega.models.architecture import GatedDelta
+    from dapo_mega.models.architecture import GatedDelta, LatentAttention
 
 LayerKind = Literal["local", "transformer_engine"]
 _INDEX = 8
@@ -84,11 +83,6 @@ class ActivationModel:
     def __init__(
         self, placement: RankLayout, model: ModelConfig, compute: ComputeConfig, shape: MicroBatchShape, kind: LayerKind
     ) -> None:
-        if placement.arch.latent_attention:
-            raise InputError(
-                f"activations of multi-head latent attention ({placement.arch.model_type}) are not modelled; "
-                f"measure the memory of a step"
-            )
         self.placement = placement
         self.compute = compute
         self.shape = shape
@@ -156,8 +150,12 @@ class ActivationModel:
             if self.placement.arch.norms != "behind":
                 kept = self.hidden + self._norm_behind
                 layer = layer._replace(norm=kept, late_norm=kept)
-        elif self._recomputes("layernorm") and has_experts:
-            layer = layer._replace(late_norm=self.hidden)
+        elif self._recomputes("layernorm"):
+            # What is not a part of the linear layer behind it.
+            layer = layer._replace(
+                norm=self.hidden if self.placement.arch.latent_attention else layer.norm,
+                late_norm=self.hidden if has_experts else layer.late_norm,
+            )
         if self._recomputes("moe" if has_experts else "mlp"):
             layer = layer._replace(mlp=0.0)
             if not self.is_local and not has_experts:  # Its norm is recomputed with it.
@@ -172,12 +170,24 @@ class ActivationModel:
         delta = self.placement.arch.gated_delta if self.placement.arch.has_delta(number) else None
         attention = self._local_attention(number) if self.is_local else self._te_attention()
         return LayerBytes(
-            self._norm(fused=not self.is_local and delta is None) + self._norm_behind,
+            self._norm(fused=self._fuses_norm(number)) + self._norm_behind,
             self._delta_rule(delta) if delta else attention,
             self._around_delta(delta) if delta else self._around_attention(),
             self._norm(fused=not self.is_local and not has_experts) + self._norm_behind,
             self._experts() + self._shared_expert() if has_experts else self._mlp(self.placement.arch.ffn_hidden_size),
         )
+
+    def _fuses_norm(self, layer: int) -> bool:
+        """Whether the norm before a layer's attention is a part of the one linear layer behind it."""
+        arch = self.placement.arch
+        return not (self.is_local or arch.has_delta(layer) or arch.latent_attention)
+
+    @property
+    def _value_width(self) -> int:
+        """Numbers of the attention's output for a token on a process; of latent attention, of its values too."""
+        arch = self.placement.arch
+        size = arch.latent_attention.value_head_dim if arch.latent_attention else arch.head_dim
+        return self.placement.query_heads * size
 
     @property
     def _keeps_projection(self) -> bool:
@@ -213,6 +223,8 @@ class ActivationModel:
     def _around_attention(self) -> float:
         """Norms of queries and keys, rotary angles, the output projection's input."""
         arch, heads = self.placement.arch, self.placement.query_heads
+        if arch.latent_attention:
+            return self._around_latent_attention(arch.latent_attention)
         size, keys = arch.head_dim, self.placement.key_heads
         total = 0.0
         if arch.qk_norm_over_heads:
@@ -225,11 +237,22 @@ class ActivationModel:
             total += (heads + keys) * 4 + kept * size * self.element
         if arch.output_gate:  # The sigmoid, and what it weights.
             total += heads * size * (_FLOAT + self.element)
-        if self.is_local:
-            total += heads * size * self.element
-        elif self._quantizes_attention:
-            total += heads * size * self.operand
-        return self.tokens * total
+        return self.tokens * (total + self._output_operand)
+
+    def _around_latent_attention(self, latent: "LatentAttention") -> float:
+        """Inputs, roots and outputs of the norms of both latent vectors (that of the keys is a view of its product with
+        their rotated part), cosines and sines of queries and of keys, the output projection's input."""
+        shared = latent.rotated_head_dim * self.element
+        for rank in (latent.key_value_rank, latent.query_rank):
+            shared += rank * (self.element + self.operand) + _FLOAT if rank else 0
+        rotary = 4 * latent.rotated_head_dim * self.element
+        return self.shared_tokens * shared + self.tokens * (rotary + self._output_operand)
+
+    @property
+    def _output_operand(self) -> float:
+        """Bytes of a token that the output projection keeps of its input, beside the attention's output."""
+        is_kept = self.is_local or self._quantizes_attention
+        return is_kept * self._value_width * (self.element if self.is_local else self.operand)
 
     def _delta_rule(self, delta: "GatedDelta") -> float:
         """The rule of all value heads, whose tokens context parallelism exchanges for heads: with Triton kernels its
@@ -259,6 +282,8 @@ class ActivationModel:
     def _attention_inputs(self) -> float:
         """Queries, keys and values that a recomputed attention keeps."""
         queries, keys = self.placement.query_heads, self.placement.key_heads
+        if self.placement.arch.latent_attention:
+            return self.tokens * (2 * queries * self.placement.arch.head_dim + self._value_width) * self.element
         projection = self.placement.projected_heads
         if not self.is_local or self.placement.arch.qk_norm:
             # Queries and keys after their rotation or norm, and the product that the values are a view of.
@@ -272,8 +297,8 @@ class ActivationModel:
         if not self.is_local:
             return self._te_attention() - self._attention_inputs()
         # The inputs are still there; the output projection's is not.
-        row = self.placement.query_heads * self.placement.arch.head_dim
-        released = 0.0 if self._attends_in_place else self.tokens * row * self.element
+        in_place = self._attends_in_place and not self._pads_values
+        released = 0.0 if in_place else self.tokens * self._value_width * self.element
         return self._local_attention(layer, with_inputs=False) - released
 
     @property
@@ -282,6 +307,11 @@ class ActivationModel:
         where it puts a sink in front of each sequence."""
         is_plain = self.element == _FLOAT and not self.placement.arch.attention_sinks
         return is_plain and self.shape.has_one_length and self.placement.parallel.context == 1
+
+    @property
+    def _pads_values(self) -> bool:
+        """Whether values are shorter than queries and keys, to whose size the local attention pads them."""
+        return self._value_width < self.placement.query_heads * self.placement.arch.head_dim
 
     def _local_attention(self, layer: int, *, with_inputs: bool = True) -> float:
         """Queries, keys and values (repeated for each query head), output, and log-sum of each row, in float32.
@@ -299,9 +329,12 @@ class ActivationModel:
         slots = sum(rows * (length + sinks) for rows, length in self.shape.blocks)
         total: float = slots * (4 * row + _FLOAT * heads) + masks
         if self._attends_in_place:
-            # The output is the output projection's input.
-            total -= self.tokens * row
-            if heads == keys:
+            # The output is the output projection's input, unless values, and it, were padded.
+            total -= self.tokens * row * (not self._pads_values)
+            if arch.latent_attention:
+                # Queries, keys and values are inputs as they are.
+                total -= 0.0 if with_inputs else self.tokens * row * (3 - self._pads_values)
+            elif heads == keys:
                 # Values are a view of the product that queries and keys were cut from, too.
                 total -= self.tokens * row
                 product = self.placement.projected_heads * self.placement.arch.head_dim * _FLOAT
@@ -323,11 +356,13 @@ class ActivationModel:
     def _te_attention_output(self) -> float:
         """The output projection's input, which Transformer Engine's attention otherwise keeps as its own output."""
         is_kept = not self.is_local and not self._quantizes_attention
-        return is_kept * self.tokens * self.placement.query_heads * self.placement.arch.head_dim * self.element
+        return is_kept * self.tokens * self._value_width * self.element
 
     def _te_attention(self) -> float:
-        heads, keys = self.placement.query_heads, self.placement.key_heads
-        return self.tokens * (2 * (heads + keys) * self.placement.arch.head_dim * self.element + 4 * heads)
+        heads, size = self.placement.query_heads, self.placement.arch.head_dim
+        if self.placement.arch.latent_attention:
+            return self.tokens * (2 * (heads * size + self._value_width) * self.element + 4 * heads)
+        return self.tokens * (2 * (heads + self.placement.key_heads) * size * self.element + 4 * heads)
 
     def _mlp(self, ffn_hidden_size: int) -> float:
         inner = ffn_hidden_size / self.placement.parallel.tensor
@@ -361,8 +396,9 @@ class ActivationModel:
         return routing + rows * (arch.hidden_size * self.operand + inner * (2 * self.element + kept_product) + 4)
 
     def _attention_plan(self) -> float:
-        """Bytes that all attention layers share: rotary angles, and indices that pack and unpack tokens."""
-        size = self.placement.arch.rotated_dim
+        """Bytes that all attention layers share: rotary angles, unless latent attention computes its own in each layer,
+        and indices that pack and unpack tokens."""
+        size = 0 if self.placement.arch.latent_attention else self.placement.arch.rotated_dim
         if not self.is_local:
             # The angles are an argument of every recomputed group.
             return _FLOAT * size * max(self.shape.lengths) if self.compute.recompute == "full" else 0.0

@@ -53,8 +53,7 @@ def report(rehearsal: Rehearsal) -> Iterator[str]:
     for stage in range(workload.placement.parallel.pipeline):
         yield from _stage_lines(rehearsal, stage)
     yield _verdict(rehearsal)
-    if not _has_no_plan(rehearsal):
-        yield f"the largest batch.tokens_per_microbatch that fits by the plan: {_most_tokens(rehearsal)}"
+    yield f"the largest batch.tokens_per_microbatch that fits by the plan: {_most_tokens(rehearsal)}"
     yield from _traffic_lines(rehearsal)
 
 
@@ -119,10 +118,6 @@ def planned_always(rehearsal: Rehearsal, stage: int) -> dict[str, float]:
 
 def _activations(rehearsal: Rehearsal, stage: int, found: float) -> str:
     """Plans are of Transformer Engine's layers, or of local layers on a CPU, whose attention computes in float32."""
-    if _has_no_plan(rehearsal):
-        return (
-            f"  activations: {found / GIB:,.3f} GiB with {_layers(rehearsal)}; those of latent attention have no plan"
-        )
     planned = _planned_activations(rehearsal, stage)
     has_planned = layer_kind(rehearsal.config) != "local" or rehearsal.config.model.dtype == "fp32"
     if has_planned and not _has_other_layers(rehearsal):
@@ -138,10 +133,6 @@ def _planned_activations(rehearsal: Rehearsal, stage: int) -> float:
     return sum(activation_parts(workload, workload.placement, stage))
 
 
-def _has_no_plan(rehearsal: Rehearsal) -> bool:
-    return rehearsal.workload.placement.arch.latent_attention is not None
-
-
 def _has_other_layers(rehearsal: Rehearsal) -> bool:
     """Whether the run will have Transformer Engine's layers and was rehearsed with local ones."""
     return layer_kind(rehearsal.as_given) != layer_kind(rehearsal.config)
@@ -152,9 +143,7 @@ def _verdict(rehearsal: Rehearsal) -> str:
     placement, available = rehearsal.config.rollout.placement, _available(rehearsal)
     beside = {"colocated": ", beside an engine asleep", "embedded": ", the embedded engine left out"}.get(placement, "")
     most = local = max(float(played.most.num_bytes) for played in rehearsal.played.values())
-    if _has_other_layers(rehearsal) and _has_no_plan(rehearsal):
-        beside += ", with local layers, which keep more than Transformer Engine's"
-    elif _has_other_layers(rehearsal):
+    if _has_other_layers(rehearsal):
         most = max(
             sum(played.always.values()) + _planned_activations(rehearsal, rehearsal.roles.place(rank)[3])
             for rank, played in rehearsal.played.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,10 @@ class ModelTrainer(Commanded, Generic[ConfigT]):
 
     @command
     def begin(self) -> None:
-        """From now on there is something to save when the run is to stop."""
+        """From now on there is something to save when the run is to stop. Megatron collects garbage at each checkpoint:
+        what is there now need not be looked at again."""
+        gc.collect()
+        gc.freeze()
         self._began()
 
     def newest_checkpoint(self) -> tuple[Path | None, list[str]]:

@@ -9,6 +9,7 @@ A thread watches for three events that a process inside a collective cannot see:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -71,6 +72,8 @@ class ProcessWatch:
             return
         self.forget_peers()
         self._closed.set()
+        with contextlib.suppress(BlockingIOError):  # Full of signals, it wakes the thread as well.
+            os.write(self._signal_sink, b"\0")
         self._thread.join()
         signal.set_wakeup_fd(self._old_sink)
         for number, handler in self._old_handlers.items():

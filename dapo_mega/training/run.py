@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -165,8 +164,6 @@ def command_run(
         if newest:
             run.progress.message(f"resuming {folder} after step {start_step}")
         trainer.begin()
-        gc.collect()
-        gc.freeze()  # What is there now need not be looked at again by every collection.
         _train_and_export(run)
         status.finished()
 

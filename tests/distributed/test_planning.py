@@ -57,6 +57,13 @@ ONE_PROCESS = {
     "shared_expert": ("shared", "fp32", {}, {}),
     "shared_expert_recomputed": ("shared", "bf16", {}, SHARED_EXPERT),
     "experts_and_mlps_recomputed": ("shared", "fp32", {}, ALL_MIXED),
+    "latent": ("latent", "fp32", {}, {}),
+    "latent_recomputed": ("latent", "bf16", {}, ALL_MIXED),
+    "one_length_latent": ("latent", "fp32", {}, {}),
+    "one_length_latent_recomputed": ("latent", "fp32", {}, {"recompute": "selective"}),
+    "one_length_latent_lite": ("latent_lite", "fp32", {}, {}),
+    "one_length_latent_lite_recomputed": ("latent_lite", "fp32", {}, {"recompute": "selective"}),
+    "latent_lite_all_recomputed": ("latent_lite", "bf16", {}, FULL),
     "critic": ("narrow", "fp32", {}, {}),
     "critic_bf16": ("wide", "bf16", {}, {}),
     "critic_recomputed": ("narrow", "bf16", {}, FULL),
@@ -92,6 +99,9 @@ TWO_PROCESSES = {
     "shared_expert_pipeline": ("shared", "bf16", {"pipeline": 2}, {}),
     "experts_cut": ("experts", "fp32", {"tensor": 2, "sequence": True, "expert_tensor": 2}, {}),
     "experts_spread_sequence": ("experts", "bf16", {"tensor": 2, "sequence": True, "expert": 2}, {}),
+    "latent_sequence": ("latent", "fp32", {"tensor": 2, "sequence": True, "expert_tensor": 2}, {}),
+    "latent_lite_pipeline": ("latent_lite", "bf16", {"pipeline": 2}, {"recompute": "selective"}),
+    "latent_context": ("latent", "bf16", {"context": 2}, {}),
     "critic_sequence": ("wide", "bf16", {"tensor": 2, "sequence": True}, {}),
     "critic_tensor": ("narrow", "fp32", {"tensor": 2}, {}),
     "critic_pipeline": ("narrow", "fp32", {"pipeline": 2}, {}),
@@ -113,6 +123,8 @@ def models(tmp_path_factory):
 
 def make_models(folder):
     from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         GptOssConfig,
@@ -166,6 +178,14 @@ def make_models(folder):
     of_experts = {"intermediate_size": 320, "moe_intermediate_size": 96, "num_experts": 8, **mixture}
     experts = Qwen3MoeConfig(head_dim=32, tie_word_embeddings=False, **of_experts)
     mixed = Qwen2MoeConfig(shared_expert_intermediate_size=192, mlp_only_layers=[1], **of_experts)
+    sizes = {"kv_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "first_k_dense_replace": 1}
+    sizes |= {"num_local_experts": 8, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    sizes |= {"intermediate_size": 320, "moe_intermediate_size": 96, **mixture, "num_key_value_heads": 8}
+    for name, values in (
+        ("latent", {"q_lora_rank": 64, "v_head_dim": 24}),
+        ("latent_lite", {"q_lora_rank": None, "v_head_dim": 48}),
+    ):
+        DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **values)).save_pretrained(folder / name)
     sinks = GptOssConfig(
         intermediate_size=96,
         num_local_experts=8,

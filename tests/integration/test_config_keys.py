@@ -22,9 +22,12 @@ from tests.unit.training.test_tracking import CHANGED as TRACKER_CHANGES
 
 from .runs import prepare
 from .test_changes_at_resume import CHANGED_DATA, CHANGES
+from .test_fine_tuning import CHANGED_DATASET, MODEL_CHANGES
+from .test_fine_tuning import CHANGES as FINE_TUNING_CHANGES
+from .test_fine_tuning import REFUSED as REFUSED_ROWS
 from .test_fleet_changes_at_resume import CHANGES as FLEET_CHANGES
 from .test_record_changes_at_resume import CHANGES as RECORD_CHANGES
-from .test_record_changes_at_resume import REFUSED_IN_FINE_TUNING
+from .test_record_changes_at_resume import CHANGES_OF_BOTH, CHANGES_OF_FINE_TUNING, REFUSED_IN_FINE_TUNING
 
 pytestmark = pytest.mark.integration
 
@@ -195,6 +198,18 @@ NOT_CHANGED = {
     "model.architecture": "a dry run where the model is not",
     "algorithm.policy_loss.depends_on_split": "the trial of the loss before a run begins",
 }
+# Keys of fine-tuning that one of its own tests changes; those of `ELSEWHERE` and of the optimizer act in the model.
+CHANGED_IN_FINE_TUNING = {
+    *CHANGES_OF_BOTH,
+    *CHANGES_OF_FINE_TUNING,
+    *(key.replace(".mixture.a.", ".mixture.").replace(".mixture.b.", ".mixture.") for key in REFUSED_ROWS),
+    *REFUSED_IN_FINE_TUNING,
+    *FINE_TUNING_CHANGES,
+    *(key for changes in MODEL_CHANGES.values() for key in changes),
+    *(f"data.{name}.{key}" for name in ("train", "mixture", "evaluation") for key in CHANGED_DATASET),
+    *(f"optimizer.{key}" for key in OPTIMIZER_CHANGES),
+    *(f"tracking.{key}" for key in TRACKER_CHANGES),
+}
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +319,14 @@ def test_every_key_is_changed_at_a_resume_and_its_effect_seen():
         "listed as not changed, and changed all the same": CHANGED & NOT_CHANGED.keys(),
     }.items():
         assert not found, f"{problem}: {', '.join(sorted(found))}"
+
+
+def test_every_key_of_fine_tuning_is_changed_at_a_resume_of_it():
+    keys = set(keys_in(SftConfig))
+    unread = {key for key in keys if re.sub(r"^data\.\w+\.", "data.train.", key) in NOT_READ_BY_FINE_TUNING}
+    unread = (unread - OF_OTHER_LAYOUTS.keys()) | NOT_CHANGED.keys() | {"evaluation.at_start"}  # Of a run that begins.
+    missing = keys - CHANGED_IN_FINE_TUNING - ELSEWHERE.keys() - unread
+    assert not missing, f"not changed at a resume of fine-tuning: {', '.join(sorted(missing))}"
 
 
 def test_fine_tuning_reads_every_key(folder, reads, monkeypatch):

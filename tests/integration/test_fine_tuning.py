@@ -1,9 +1,11 @@
 """Fine-tuning on conversations computes what transformers does; evaluations end it and choose what is kept."""
 
+import itertools
 import json
 import math
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +18,14 @@ from dapo_mega.config.base import may_change_at_resume
 from dapo_mega.data import load_demonstrations, load_tokenizer
 from dapo_mega.data.tokenizer import build_byte_tokenizer
 from dapo_mega.errors import InputError
+from dapo_mega.megatron.core.adapters import Adapter
+from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.processes import stop_processes
 from dapo_mega.metrics import read_metrics
 from dapo_mega.training import sft
+from dapo_mega.training.fine_tuner import FineTuner
 from dapo_mega.training.sft import run_sft
-from tests.distributed.tiny import save_random
+from tests.distributed.tiny import make_deepseek_v3_model, make_moe_model, save_random
 
 from .runs import REPOSITORY, finish, prepare, start
 
@@ -240,6 +245,7 @@ REFUSED = {
 }
 CHANGES = {
     "epochs": 3,
+    "data.mixture.weight": 9,
     "evaluation.every": 1,
     "evaluation.keep_best": True,
     "data.evaluation.columns.response": "other",
@@ -262,21 +268,25 @@ def test_each_changed_key_takes_effect_at_a_resume_or_is_refused(config, tmp_pat
     stop_processes()
     assert "are cut" in capsys.readouterr().out
     found = {}
-    for name in ("", "evaluation.keep_best", "data.evaluation.columns.response", "data.evaluation.columns.messages"):
+    held_out = ("data.evaluation.columns.response", "data.evaluation.columns.messages")
+    for name in ("", "evaluation.keep_best", "data.mixture.weight", *held_out):
         output = tmp_path / f"changed_{name}"
         shutil.copytree(begun, output)
-        changed = [f"{name}={CHANGES[name]}"] if name else []
+        changed = [f"{name.replace('.mixture.', '.mixture.a.')}={CHANGES[name]}"] if name else []
         overrides = [f"output_dir={output}", *one, "epochs=3", "evaluation.every=1", "checkpoint.every=0", *changed]
         overrides.append("optimizer.learning_rate=3")
         run_sft(load_config(SftConfig, config, overrides), accept_changes=True)
-        losses = {record["step"]: record["evaluation/loss"] for record in read_metrics(output / "metrics.jsonl")}
+        records = read_metrics(output / "metrics.jsonl")
+        losses = {record["step"]: record["evaluation/loss"] for record in records}
         assert list(losses) == [1, 2, 3, 4, 5, 6], "3 x 10 demonstrations in batches of 5"
-        found[name] = losses, sorted(step_of(path) for path in (output / "checkpoints").glob("step_*"))
-    losses, kept = found[""]
+        kept = sorted(step_of(path) for path in (output / "checkpoints").glob("step_*"))
+        found[name] = losses, kept, records[-1]["sampling/epochs_a"]
+    losses, kept, epochs = found[""]
+    assert found["data.mixture.weight"][2] > epochs
     best = min(losses, key=lambda step: losses[step])
     assert best < 6
     assert (kept, found["evaluation.keep_best"][1]) == ([6], sorted({best, 6}))
-    for name in ("data.evaluation.columns.response", "data.evaluation.columns.messages"):
+    for name in held_out:
         assert found[name][0][1] == losses[1]
         assert found[name][0][2] != losses[2], name
 
@@ -284,10 +294,11 @@ def test_each_changed_key_takes_effect_at_a_resume_or_is_refused(config, tmp_pat
 CHANGED_DATASET = {
     "path": "copied",
     "split": "other",
-    "columns": {"prompt": "other"},
+    "columns.prompt": "other",
     "max_rows": 3,
     "template": "={problem}",
     "chat_template": True,
+    "template_arguments": {"ending": "7"},
 }
 
 
@@ -298,16 +309,124 @@ def test_each_key_of_a_dataset_changes_what_is_learnt_or_held_out(config, tmp_pa
         rows = [{"prompt": NUMBERS[i], "other": NUMBERS[i - 1], "response": "5"} for i in range(shift, shift + 5)]
         (tmp_path / folder / f"{split}-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = yaml.safe_load(config.read_text())
-    dataset = {"path": str(tmp_path / "rows"), "template": "as_is"}
+    shutil.copytree(given["model"]["path"], tmp_path / "model")
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    tokenizer.chat_template += "{{ ending }}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    plain = {"path": str(tmp_path / "rows"), "template": "as_is"}
 
-    def hashes(**changed):
-        data = {"max_tokens": 40, "train": dataset, "evaluation": dataset, **changed}
-        loaded = sft._load(SftConfig.model_validate({**given, "data": data}))
+    def hashes(dataset, **changed):
+        data = {"max_tokens": 40, "mixture": {"a": dataset}, "evaluation": dataset, **changed}
+        model = {"path": str(tmp_path / "model")}
+        loaded = sft._load(SftConfig.model_validate({**given, "model": model, "data": data}))
         return sft._fingerprint(loaded.training), sft._fingerprint(loaded.held_out)
 
-    learnt, held_out = hashes()
     for key, value in CHANGED_DATASET.items():
+        dataset = {**plain, "chat_template": key == "template_arguments"}
         changed = {**dataset, key: str(tmp_path / value) if key == "path" else value}
-        train, evaluation = hashes(train=changed), hashes(evaluation=changed)
-        assert (train[0] != learnt, train[1] == held_out) == (True, True), key
+        changed |= {"columns": {"prompt": changed.pop("columns.prompt")}} if key == "columns.prompt" else {}
+        learnt, held_out = hashes(dataset)
+        for train in (hashes(dataset, mixture={"a": changed}), hashes(dataset, mixture={}, train=changed)):
+            assert (train[0] != learnt, train[1] == held_out) == (True, True), key
+        evaluation = hashes(dataset, evaluation=changed)
         assert (evaluation[0] == learnt, evaluation[1] != held_out) == (True, True), key
+
+
+# Settings of the saved run -> key -> its value after the resume, and where the model or its process shows it.
+MODEL_CHANGES = {
+    (): {
+        "model.dtype": ("bf16", "bf16"),
+        "compute.recompute": ("full", "recompute_granularity"),
+        "compute.fused_output_layer": (False, "is_fused"),
+        "compute.overlap_grad_reduce": (True, "overlap_grad_reduce"),
+        "compute.deterministic": (True, "is_deterministic"),
+        "threads_per_process": (2, "threads"),
+        "model.path": ("{folder}/copy", "path"),
+        "parallel.world_size": (2, "parallel.world_size"),
+    },
+    ("compute.overlap_grad_reduce=true",): {"compute.overlap_param_gather": (True, "overlap_param_gather")},
+    ("compute.recompute=full",): {"compute.recompute_layers": (2, "recompute_num_layers")},
+    ("compute.recompute=selective",): {"compute.recompute_modules": ("[mlp]", "recompute_modules")},
+    ("lora={rank: 2, alpha: 4, targets: [q_proj]}",): {
+        "lora.alpha": (8, "adapters"),
+        "lora.dropout": (0.5, "adapters"),
+        "lora.rank": (3, "shape mismatch"),
+        "lora.targets": ("[v_proj]", "leaves out"),
+    },
+    ("model.path={folder}/experts",): {
+        "compute.moe.aux_loss_coefficient": (0.1, "moe_aux_loss_coeff"),
+        "compute.moe.z_loss_coefficient": (0.1, "moe_z_loss_coeff"),
+    },
+    ("model.path={folder}/biased",): {"compute.moe.router_bias_update_rate": (0.1, "moe_router_bias_update_rate")},
+}
+
+
+class Loaded(Exception):
+    """Ends a run that goes on, with what it then has in use."""
+
+
+@pytest.fixture
+def models(config, tmp_path):
+    """The folder of the model's copy, and of two mixtures of experts with its tokenizer."""
+    given = Path(yaml.safe_load(config.read_text())["model"]["path"])
+    vocab_size = json.loads((given / "config.json").read_text())["vocab_size"]
+    shutil.copytree(given, tmp_path / "copy")
+    make_moe_model(tmp_path / "experts", num_layers=2, vocab_size=vocab_size)
+    make_deepseek_v3_model(tmp_path / "biased", vocab_size=vocab_size)
+    for name, file in itertools.product(("experts", "biased"), [*given.glob("*token*"), *given.glob("chat*")]):
+        shutil.copyfile(file, tmp_path / name / file.name)
+    return tmp_path
+
+
+def in_use(trainer):
+    """Settings of the model and of its process."""
+    policy = trainer.policy
+    modules = [module for chunk in policy.chunks for module in chunk.modules()]
+    return {
+        **vars(policy.config),
+        **vars(policy.chunks[0].ddp_config),
+        "is_fused": unwrapped(policy.chunks[-1])._fused,
+        "is_deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "path": policy.path,
+        "adapters": {(module._scale, module._dropout) for module in modules if isinstance(module, Adapter)},
+    }
+
+
+def test_each_changed_key_of_the_model_reaches_it_at_a_resume(config, models, monkeypatch):
+    load = FineTuner.load
+
+    def loading(trainer, path):
+        load(trainer, path)
+        raise Loaded(in_use(trainer))
+
+    monkeypatch.setattr(FineTuner, "load", loading)
+    short = ["num_steps=1", "evaluation.every=0", "evaluation.at_start=false", "checkpoint.save_hf_at_end=false"]
+
+    def resumed(begun, *overrides):
+        """What is in use when the run goes on, or what is said in place of it."""
+        shutil.rmtree(models / "resumed", ignore_errors=True)
+        shutil.copytree(begun, models / "resumed")
+        given = [override.replace("{folder}", str(models)) for override in overrides]
+        changed = load_config(SftConfig, config, [f"output_dir={models}/resumed", *given, "num_steps=2"])
+        try:
+            run_sft(changed, accept_changes=True)
+        except Loaded as loaded:
+            return loaded.args[0]
+        except InputError as error:
+            return {"error": str(error)}
+        finally:
+            stop_processes()
+            torch.set_num_threads(1)
+            torch.use_deterministic_algorithms(False)
+
+    lost = []
+    for number, (context, changes) in enumerate(MODEL_CHANGES.items()):
+        settings = [*short, *(override.replace("{folder}", str(models)) for override in context)]
+        run(config, models / str(number), *settings)
+        before = resumed(models / str(number), *settings)
+        for key, (value, name) in changes.items():
+            after = resumed(models / str(number), *settings, f"{key}={value}")
+            if name not in after.get("error", "") and after.get(name, before.get(name)) == before.get(name):
+                lost.append((key, after.get("error")))
+    assert not lost, lost

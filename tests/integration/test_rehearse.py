@@ -85,14 +85,12 @@ def test_a_run_meets_and_is_what_was_planned(file, overrides, sizes, tmp_path, m
             assert played.flops[phase] == pytest.approx(flops, rel=0.005 if overrides else 0.0001)
     for name, (found, planned) in report.traffic(rehearsal).items():
         assert found == pytest.approx(planned, rel=0.01), name
-    if (
-        not sizes
-    ):  # Of latent attention no activations are planned. Whole samples of the given budget fit, and far more.
-        tokens = report._most_tokens(rehearsal)
-        assert tokens % rehearsal.workload.longest == 0
-        assert tokens > config.batch.tokens_per_microbatch
-        smaller = replace(rehearsal, available_bytes=rehearsal.available_bytes / 2)
-        assert 0 < report._most_tokens(smaller) < tokens
+    # Whole samples of the given budget fit, and far more.
+    tokens = report._most_tokens(rehearsal)
+    assert tokens % rehearsal.workload.longest == 0
+    assert tokens > config.batch.tokens_per_microbatch
+    smaller = replace(rehearsal, available_bytes=rehearsal.available_bytes / 2)
+    assert 0 < report._most_tokens(smaller) < tokens
 
 
 def test_what_does_not_divide_or_fit_is_said_in_one_line(tmp_path, capsys):
@@ -108,17 +106,6 @@ def test_what_does_not_divide_or_fit_is_said_in_one_line(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "DOES NOT FIT" in printed
     assert "largest batch.tokens_per_microbatch that fits by the plan: 0" in printed
-
-
-def test_a_model_of_latent_attention_is_reported_without_a_plan_of_its_activations(tmp_path, capsys):
-    config = shallow(CONFIGS / "gsm8k-qwen2.5-0.5b-1gpu.yaml", tmp_path, **{**LATENT, "hidden_size": 512})
-    rehearse.main([str(CONFIGS / "gsm8k-qwen2.5-0.5b-1gpu.yaml"), "model.path=elsewhere",
-                   f"model.architecture={config.model.architecture}"])  # fmt: skip
-    said = capsys.readouterr().out
-    assert "those of latent attention have no plan" in said
-    assert "GiB to spare" in said
-    assert "no step time: it is part of a plan" in said
-    assert "ranks agree" in said
 
 
 @pytest.mark.parametrize("change", ["missing", "misshapen"])

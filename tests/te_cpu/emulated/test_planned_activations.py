@@ -8,13 +8,13 @@ from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, pea
 from dapo_mega.planning.rank_layout import RankLayout
 from tests.distributed.allocations import allocated
 from tests.distributed.launching import run_distributed
-from tests.distributed.test_planning import ALL_DENSE, ALL_EXPERTS, FULL, LENGTHS, TOLERANCE, make_models
+from tests.distributed.test_planning import ALL_DENSE, ALL_EXPERTS, ALL_MIXED, FULL, LENGTHS, TOLERANCE, make_models
 
 ATTENTION = {"recompute": "selective"}
 # bf16, as float32 has another attention.
 CASES = {
     f"{model}, {compute or 'no recompute'}": {"model": model, "compute": compute}
-    for model, everything in (("wide", ALL_DENSE), ("experts", ALL_EXPERTS))
+    for model, everything in (("wide", ALL_DENSE), ("experts", ALL_EXPERTS), ("latent", ALL_MIXED))
     for compute in ({}, ATTENTION, everything, FULL)
 }
 SETTINGS = {"dtype": "bf16", "layers": "transformer_engine", "lengths": LENGTHS, "num_micro_batches": 1}

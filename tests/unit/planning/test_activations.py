@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
-from dapo_mega.errors import InputError
 from dapo_mega.megatron import fused_logprobs, logprobs
 from dapo_mega.megatron.core.packed_attention import packed_segments
 from dapo_mega.planning import memory
@@ -108,6 +107,16 @@ def test_a_shared_expert_keeps_a_dense_mlps_activations_and_its_gate():
     assert model.whole_layer(0).mlp == 64 * 2 * 4 * 16
 
 
-def test_latent_attention_is_refused_by_name():
-    with pytest.raises(InputError, match=r"multi-head latent attention .* not modelled"):
-        kept("local", arch=latent())
+def test_latent_attention_keeps_latent_vectors_and_the_heads_projected_from_them():
+    layer = kept("transformer_engine", arch=latent()).whole_layer(0)
+    # Products of 6 and 4 + 2 numbers, 6 and 4 behind their norms, two roots; cosines and sines of size 2, twice.
+    assert layer.around_attention == 64 * (2 * (6 + 6 + 6 + 4) + 2 * 4 + 2 * 4 * 2)
+    # Queries and keys of size 5, values and output of size 4; row sums.
+    assert layer.attention == 64 * (4 * 2 * (5 + 5 + 4 + 4) + 4 * 4)
+    without = kept("transformer_engine", arch=latent(None)).whole_layer(0)
+    assert layer.around_attention - without.around_attention == 64 * (2 * (6 + 6) + 4)
+    # The norm is not a part of the two products that it goes to.
+    recomputed = kept(
+        "transformer_engine", arch=latent(), compute={"recompute": "selective", "recompute_modules": ["layernorm"]}
+    )
+    assert recomputed.kept_layer(0).norm == 64 * 8 * 2

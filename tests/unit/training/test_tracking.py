@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from dapo_mega.config import RunConfig, TrackingConfig, load_config
+from dapo_mega.config import RunConfig, SftConfig, TrackingConfig, load_config
 from dapo_mega.config.files import validated
 from dapo_mega.errors import InputError
 from dapo_mega.training import lifecycle, run_records
@@ -58,8 +58,11 @@ CHANGED = {
 }  # fmt: skip
 
 
-def test_a_changed_key_reaches_the_trackers_of_a_run_that_continues(config, monkeypatch):
+@pytest.mark.parametrize("kind", [RunConfig, SftConfig])
+def test_a_changed_key_reaches_the_trackers_of_a_run_that_continues(config, monkeypatch, kind):
     started = []
+    shared = {"output_dir", "num_steps", "model", "data", "tracking"}
+    config = kind.model_validate(config.model_dump(include=shared, exclude_unset=True))
     monkeypatch.setattr(run_records, "BackgroundTracker", lambda name, run, hidden: started.append((name, run)))
     described = run_description(config)
     run_records.open_trackers(config, described, is_new=True)
