@@ -378,7 +378,9 @@ class ActivationModel:
             return 0.0
         # Its output and its gate are kept for each other's gradient.
         gated = self.hidden + self.shared_tokens * self.element if experts.gates_shared else 0.0
-        return self._mlp(experts.shared_ffn_hidden_size) + gated
+        # Its input in FP8 is its own; otherwise it is the router's too.
+        own = self.shared_tokens * self.placement.arch.hidden_size * (self.operand < self.element)
+        return self._mlp(experts.shared_ffn_hidden_size) + gated + own
 
     def _experts(self) -> float:
         arch, parallel = self.placement.arch, self.placement.parallel
@@ -430,12 +432,15 @@ class ActivationModel:
         return norm + vectors + self.tokens * self.placement.vocabulary * self.element
 
 
-def peak_activations(model: ActivationModel, stage: int, num_micro_batches: int) -> tuple[float, float]:
-    """Peak bytes that autograd keeps on a stage, and the bytes that the schedule holds at the same time."""
+def peak_activations(
+    model: ActivationModel, stage: int, num_micro_batches: int, *, recomputes: bool = True
+) -> tuple[float, float]:
+    """Peak bytes that autograd keeps on a stage, what it `recomputes` included, and those that the schedule holds at
+    the same time."""
     chunks = model.placement.chunks(stage)
     kept = [model.chunk(chunk) for chunk in chunks]
     handed = [model.handed_on(chunk) for chunk in chunks]
-    extra = [model.recomputed_peak(chunk) for chunk in chunks]
+    extra = [model.recomputed_peak(chunk) * recomputes for chunk in chunks]
     peak = (0.0, 0.0)
     for held in model.placement.held_forwards(stage, num_micro_batches):
         # The chunk of the next backward pass is one whose forward pass waits; the largest is the bound.

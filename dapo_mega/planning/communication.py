@@ -3,10 +3,9 @@ ranks."""
 
 import math
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING
 
-from dapo_mega.config import LoraConfig, RunConfig
+from dapo_mega.config import ComputeConfig, LoraConfig, RunConfig
 from dapo_mega.planning.activations import LayerKind
 from dapo_mega.planning.parameters import (
     DTYPE_BYTES,
@@ -138,22 +137,25 @@ def _of_stage(
     hidden = tokens * arch.hidden_size * element
     shared = hidden / placement.sequence_size  # Hidden states of a process's tokens under sequence parallelism.
     ring = (parallel.tensor - 1) / parallel.tensor
-    reductions = _reductions(placement, lora, forward, backward, passes, stage)
-    tensor = (reductions + _beside_reductions(placement, lora, passes, backward, numbers)) * hidden * ring
+    mlps, mixtures = _repeated(config.compute, arch, numbers)
+    reductions = _reductions(placement, lora, forward, backward, passes, stage) + 2 * backward * len(mlps)
+    tensor = (reductions + _beside_reductions(placement, lora, passes, backward, numbers, mlps)) * hidden * ring
     if parallel.sequence and not lora:
         # Each process has gradients of its own tokens of the products that make latent vectors, and of routers.
         own = with_experts * arch.experts.number * arch.hidden_size if arch.experts else 0.0
         if latent := arch.latent_attention:
             own += layers * (_attention_inputs(arch)[0] - (latent.query_rank is None)) * arch.hidden_size**2
         tensor += (backward > 0) * config.batch.updates_per_step * own * 4 * 2 * ring
-    tensor -= _saved_by_fp8(config, placement, numbers, passes - backward, backward, lora is None) * hidden * ring
+    saved = _saved_by_fp8(config, placement, numbers, mlps, passes - backward, backward, lora is None)
+    tensor -= saved * hidden * ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.
     gathers = passes * layers * placement.gathers_projection
     projection = gathers * tokens * placement.projected_heads * arch.head_dim * element * ring
     keys = 2 * placement.key_heads * arch.head_dim * element * tokens
     # The ring of Transformer Engine passes keys and values again backwards, beside their gradients.
     context = (passes + backward * (kind != "local")) * layers * keys * (parallel.context - 1)
-    routed = passes * with_experts * 2 * shared * arch.experts.per_token if arch.experts else 0.0
+    mixed = passes * with_experts + backward * mixtures
+    routed = mixed * 2 * shared * arch.experts.per_token if arch.experts else 0.0
     # Stages between others send outputs forward and gradients backward; of two, the first has nobody before its first.
     virtual = parallel.virtual_pipeline
     sends = forward * virtual + backward * (virtual if parallel.pipeline > 2 else virtual - 1)
@@ -167,7 +169,7 @@ def _of_stage(
     calls = [
         reductions / 2 * (1 + parallel.sequence) + again * backward * _num_blocks(arch, numbers), gathers,
         passes * layers * (parallel.context - 1 if kind != "local" else parallel.context > 1),
-        passes * with_experts * 3, passes * with_experts * 3, 2 * sends,
+        mixed * 3, mixed * 3, 2 * sends,
     ]  # fmt: skip
     everything = [
         Traffic(name, tensor, parallel.tensor),
@@ -178,13 +180,29 @@ def _of_stage(
             routed * (parallel.expert - 1) / parallel.expert,
             parallel.expert * parallel.expert_tensor,
         ),
-        Traffic("expert-TP gather and scatter", routed * (parallel.expert_tensor - 1), parallel.expert_tensor),
+        # Outputs are summed in float32, as experts' weights are.
+        Traffic(
+            "expert-TP gather and scatter",
+            routed * (1 + 4 / element) / 2 * (parallel.expert_tensor - 1),
+            parallel.expert_tensor,
+        ),
         Traffic("PP sends", sends * shared * (parallel.pipeline > 1), placement.world_size, virtual > 1),
     ]
     return [
         replace(traffic, num_calls=number * num_micro_batches)
         for traffic, number in zip(everything, calls, strict=True)
     ]
+
+
+def _repeated(compute: ComputeConfig, arch: "Architecture", numbers: list[int]) -> tuple[list[int], int]:
+    """Those of these layers whose MLP, or shared expert, selective recompute passes through once more, and the number
+    of those whose experts it does."""
+    chosen: tuple[str, ...] = compute.recompute_modules if compute.recompute == "selective" else ()
+    mixtures = [layer for layer in numbers if arch.has_experts(layer)]
+    mlps = [layer for layer in numbers if layer not in mixtures and "mlp" in chosen]
+    if arch.experts and arch.experts.shared_ffn_hidden_size is not None and {"moe", "shared_experts"} & {*chosen}:
+        mlps += mixtures
+    return mlps, len(mixtures) * ("moe" in chosen)
 
 
 def _num_blocks(arch: "Architecture", numbers: list[int]) -> int:
@@ -209,7 +227,12 @@ def _reductions(
 
 
 def _beside_reductions(
-    placement: RankLayout, lora: LoraConfig | None, passes: float, backward: float, numbers: list[int]
+    placement: RankLayout,
+    lora: LoraConfig | None,
+    passes: float,
+    backward: float,
+    numbers: list[int],
+    repeated_mlps: list[int],
 ) -> float:
     """Hidden states that these layers send within the tensor group besides: of latent attention the latent vectors are
     gathered in place of the hidden states, and scattered backwards; what is between A and B of adapters is gathered or
@@ -219,9 +242,11 @@ def _beside_reductions(
     latents, repeated = _attention_inputs(arch)
     sent = (passes if parallel.sequence else 2 * backward) * len(numbers) * (latents - 1)
     if lora:
-        for weight, *_ in chain.from_iterable(adapted_in(arch, layer, lora) for layer in numbers):
+        for number, (weight, *_) in ((layer, of) for layer in numbers for of in adapted_in(arch, layer, lora)):
             if weight.is_cut and weight.placed.expert is None:
-                times = passes if parallel.sequence else 2 * (passes - backward if weight.is_row else backward)
+                again = backward * (number in repeated_mlps and ".mlp." in weight.placed.megatron[0])
+                times = 2 * (passes - backward + again if weight.is_row else backward)
+                times = passes + again if parallel.sequence else times
                 sent += times * len(weight.parts) * lora.rank / arch.hidden_size
     elif parallel.sequence:
         sent += backward * (_num_blocks(arch, numbers) + len(numbers) * (repeated - 1))
@@ -229,7 +254,13 @@ def _beside_reductions(
 
 
 def _saved_by_fp8(
-    config: RunConfig, placement: RankLayout, numbers: list[int], forward: float, backward: float, learns: bool
+    config: RunConfig,
+    placement: RankLayout,
+    numbers: list[int],
+    repeated_mlps: list[int],
+    forward: float,
+    backward: float,
+    learns: bool,
 ) -> float:
     """What Transformer Engine's gathering in FP8 saves under sequence parallelism, in hidden states of these layers: of
     inputs forwards and, where weights learn, again backwards, and of the outputs' gradients."""
@@ -245,7 +276,8 @@ def _saved_by_fp8(
     size = (1 + is_blockwise * _SCALE_BYTES) / DTYPE_BYTES[config.model.dtype]
     # By block gradients are gathered once with scales along rows and, for those of weights, once along columns.
     gradients = outputs * (1 - size * (1 + (is_blockwise and learns)))
-    return forward * inputs * (1 - size) + backward * (gradients + learns * inputs * (1 - size))
+    again = backward * sum(layer in inner for layer in repeated_mlps)
+    return (forward * inputs + again) * (1 - size) + backward * (gradients + learns * inputs * (1 - size))
 
 
 def _attention_inputs(arch: "Architecture") -> tuple[float, float]:

@@ -155,16 +155,22 @@ def activation_parts(workload: Workload, placement: RankLayout, stage: int) -> t
     working set)."""
     config = workload.config
     model = ActivationModel(placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config))
-    kept, handed = peak_activations(model, stage, workload.micro_batches(workload.longest))
-    lora = config.critic_lora if placement.arch.has_value_head else config.lora
-    return kept, handed, working_set(model, stage, learns_output=not lora)
+    number, learns = (
+        workload.micro_batches(workload.longest),
+        not (config.critic_lora if placement.arch.has_value_head else config.lora),
+    )
+    before = peak_activations(model, stage, number, recomputes=False)
+    at_head = *before, working_set(model, stage, learns_output=learns)
+    if config.compute.recompute == "none":
+        return at_head
+    # Beside what is repeated lie its output and the gradient of it.
+    again = peak_activations(model, stage, number)
+    return max(at_head, (*again, _layer_working_set(model, stage, learns=learns) + 2 * model.hidden), key=sum)
 
 
 def working_set(model: ActivationModel, stage: int, *, learns_output: bool) -> float:
     """Bytes of temporary tensors besides the activations: the output layer's, or one layer's gradients."""
-    layer = 0.0
-    if model.placement.stage_layers[stage]:
-        layer = max(_layer_gradients(model), _experts_forward(model, has_adapters=not learns_output))
+    layer = _layer_working_set(model, stage, learns=learns_output)
     if stage != model.placement.parallel.pipeline - 1:
         return layer
     if model.placement.arch.has_value_head:
@@ -172,6 +178,14 @@ def working_set(model: ActivationModel, stage: int, *, learns_output: bool) -> f
         return max(layer, model.shared_tokens * model.placement.arch.hidden_size * (4 + model.element))
     scored = model.shape.num_scored
     return max(layer, output_layer_bytes(model.placement, model.compute, model.element, scored, learns_output))
+
+
+def _layer_working_set(model: ActivationModel, stage: int, *, learns: bool) -> float:
+    if not model.placement.stage_layers[stage]:
+        return 0.0
+    return max(
+        _layer_gradients(model), _experts_forward(model, has_adapters=not learns), (not learns) * _adapted(model)
+    )
 
 
 def output_layer_bytes(
@@ -212,10 +226,17 @@ def cache_bytes_per_token(placement: RankLayout, engine: EngineLayout) -> float:
     return 2.0 * num_layers * heads * arch.head_dim * element
 
 
+def _adapted(model: ActivationModel) -> float:
+    """What a dense MLP with adapters holds beside what it keeps while its gate and up are made: what the weight gives
+    and what the adapter adds, and the input; its product is not there yet."""
+    arch, parallel = model.placement.arch, model.placement.parallel
+    return model.tokens * model.element * (3 * arch.ffn_hidden_size / parallel.tensor + arch.hidden_size)
+
+
 def _layer_gradients(model: ActivationModel) -> float:
-    """Gradients within the widest part of a layer: of an MLP's product, of its gate and up, of its input and output,
-    less the product's input that is free by then, which is smaller in FP8; or of the projection that processes with
-    shared key heads gather, twice while it is scattered."""
+    """Gradients within the widest part of a layer: of an MLP's product, of its gate and up (local layers: by steps), of
+    its input and output, less the product's input that is free by then, which is smaller in FP8; or of the projection
+    that processes with shared key heads gather, twice while it is scattered."""
     arch, parallel = model.placement.arch, model.placement.parallel
     widths = [(model.tokens * arch.ffn_hidden_size / parallel.tensor, model.tokens * arch.hidden_size)]
     if arch.experts:
@@ -224,7 +245,10 @@ def _layer_gradients(model: ActivationModel) -> float:
         widths.append((rows * arch.experts.ffn_hidden_size / parallel.expert_tensor, rows * arch.hidden_size))
     placement = model.placement
     projection = placement.gathers_projection * 2 * model.tokens * placement.projected_heads * arch.head_dim
-    gradients = (4 * inner + 2 * outer - inner * model.operand / model.element for inner, outer in widths)
+    made = [
+        4 * inner + 2 * outer if model.is_local else max(3 * inner, 2 * inner + 2 * outer) for inner, outer in widths
+    ]
+    gradients = (size - inner * model.operand / model.element for size, (inner, _) in zip(made, widths, strict=True))
     return model.element * max(projection, *gradients)
 
 
@@ -238,4 +262,5 @@ def _experts_forward(model: ActivationModel, *, has_adapters: bool) -> float:
     cut = parallel.expert_tensor
     summed = (cut > 1) * 4 / model.element * ((model.element < 4) + 1 / cut)
     rows = model.shared_tokens * arch.experts.per_token * cut * arch.hidden_size * model.element
-    return rows * ((1 + (parallel.expert > 1)) / cut + max(2 + summed, 3 * has_adapters))
+    before = 1 + (parallel.expert > 1) + (model.operand < model.element)  # What is kept is then a copy in FP8.
+    return rows * (before / cut + max(2 + summed, 3 * has_adapters))

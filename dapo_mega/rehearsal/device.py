@@ -122,11 +122,7 @@ class PretendedDevice(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._kinds:
-            kind, known = self._kinds[key]
-            if known != size:  # A storage that was resized: emptied, or filled again.
-                self._kinds[key] = (kind, size)
-                self.live[kind] += size - known
-                self._total += size - known
+            self.resized(storage)
         else:
             is_logits = self.kind == "activations" and tensor.dim() and tensor.shape[-1] == self.num_logits
             kind = "logits" if is_logits else self.kind
@@ -135,6 +131,15 @@ class PretendedDevice(TorchDispatchMode):
             self._total += size
             weakref.finalize(storage, self._release, key)
         self._note_peak(func)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """It may have been emptied, or filled again."""
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._kinds:
+            kind, known = self._kinds[key]
+            self._kinds[key] = (kind, size)
+            self.live[kind] += size - known
+            self._total += size - known
 
     def _note_peak(self, operation: Any) -> None:
         if self._total > self.peak and not self._kernels:

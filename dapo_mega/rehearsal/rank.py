@@ -116,6 +116,16 @@ def rehearse(config: RunConfig, world: World, samples: FlatSamples | None, *, al
         )
     trainer = TrainerAlone(config, start_processes(config.parallel, config.seed))
     device = PretendedDevice()
+    cpu_accelerator.kernel = device.kernel
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        """As Megatron empties what it recomputes, without an operation of torch."""
+        result = resize(storage, size)
+        device.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resized  # type: ignore[assignment,method-assign]
     peaks: dict[str, Peak] = {}
     flops: dict[str, int] = {}
 
@@ -281,7 +291,7 @@ def _parameters_are_there() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.nn.Module._apply, torch.Tensor.type = original, type_of  # type: ignore[method-assign]
+        torch.nn.Module._apply, torch.Tensor.type = original, type_of  # type: ignore[assignment,method-assign]
 
 
 def _like(tensor: Tensor, moved: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3_5Config, Qwen3_5MoeConfig
+from transformers import DeepseekV3Config, Qwen3_5Config, Qwen3_5MoeConfig
 
 from dapo_mega.commands import plan
 from dapo_mega.models.families import find_family, language_config
@@ -285,6 +285,7 @@ MODELS = {
     # Cards of these round what a token meets to whole billions, so only all parameters are compared.
     "Qwen3-Next-80B-A3B": (QWEN_NEXT, 80),
     # As the defaults of transformers' configuration classes have it.
+    "DeepSeek-V3": (DeepseekV3Config().to_dict(), 671),
     "Qwen3.5-9B": (Qwen3_5Config().to_dict(), 9),
     "Qwen3.5-35B-A3B": (Qwen3_5MoeConfig().to_dict(), 35),
 }

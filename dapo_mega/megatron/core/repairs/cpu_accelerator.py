@@ -18,11 +18,14 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from dapo_mega.distributed import accelerator
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "eye")
@@ -77,13 +80,26 @@ def _fusions_left_as_they_are() -> Iterator[None]:
     which would be compiled for minutes; what was imported before this has its own already."""
     compiler: Any = torch
     original = compiler.compile
-    compiler.compile = lambda function, *args, **kwargs: function
+    compiler.compile = _as_one_kernel
     try:
         jit: Any = importlib.import_module("megatron.core.jit")
         jit.jit_fuser = compiler.compile
         yield
     finally:
         compiler.compile = original
+
+
+kernel: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+"""Within it a function runs that a GPU has fused into one kernel."""
+
+
+def _as_one_kernel(function: Callable[P, T], *_: Any, **__: Any) -> Callable[P, T]:
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with kernel():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def make_torch() -> types.ModuleType:
