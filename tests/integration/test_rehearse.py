@@ -49,6 +49,7 @@ def short_part(config: RunConfig, world_size: int) -> RunConfig:
 
 
 ADAPTERS = ["lora={rank: 32}", "parallel.world_size=2"]
+CUT_EXPERTS = ["parallel={tensor: 2, sequence: true, expert: 2, expert_tensor: 2, world_size: 4}"]
 CRITIC = ["algorithm.advantage=gae", "algorithm.kl.coefficient=0.1", "algorithm.kl.placement=reward"]
 LATENT = {
     **{"model_type": "deepseek_v3", "n_routed_experts": 8, "moe_intermediate_size": 512, "first_k_dense_replace": 1},
@@ -65,7 +66,7 @@ LATENT = {
         pytest.param(CONFIGS / "gsm8k-qwen2.5-0.5b-1gpu.yaml", CRITIC, {}, id="critic and reference"),
         pytest.param(
             CONFIGS / "math-qwen2.5-7b-2nodes.yaml",
-            ["parallel.world_size=2", "parallel.expert=2"],
+            [*CUT_EXPERTS, "compute.recompute=selective", "compute.recompute_modules=[core_attn,mlp,moe]"],
             LATENT,
             id="latent attention",
         ),

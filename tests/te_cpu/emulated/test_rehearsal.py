@@ -114,14 +114,18 @@ def test_what_is_offloaded_is_not_on_the_device(share, tmp_path, monkeypatch):
     assert found["optimizer"] == pytest.approx(found["parameters"] * (6 - 4 * share), rel=0.001)
 
 
+REPEATS = {"compute.recompute": "selective"}
 ACTIVATIONS = {
     "adapters": {"parallel": SEQUENCE, "lora": {"rank": 2}},
     "experts' adapters": {"parallel": {"expert": 2}, "lora": {"rank": 2}},
     "cut experts": {"parallel": {**SEQUENCE, "expert_tensor": 2}},
+    "an MLP again": {"parallel": SEQUENCE, **REPEATS, "compute.recompute_modules": ["mlp"]},
+    "experts again": {"parallel": {"expert": 2}, **REPEATS, "compute.recompute_modules": ["layernorm", "moe"]},
+    "a layer again": {"parallel": SEQUENCE, "compute.recompute": "full"},
 }
 
 
-@pytest.mark.parametrize("case", marked(ACTIVATIONS, {"adapters", "cut experts"}))
+@pytest.mark.parametrize("case", marked(ACTIVATIONS, {"adapters", "cut experts", "experts again"}))
 def test_activations_are_what_was_planned(case, tmp_path):
     case = ACTIVATIONS[case]
     if "expert" in str(case["parallel"]):
@@ -134,3 +138,4 @@ def test_activations_are_what_was_planned(case, tmp_path):
     held = max(rank.peaks["update"].num_bytes - sum(rank.always.values()) for rank in rehearsal.played.values())
     planned = sum(activation_parts(rehearsal.workload, rehearsal.workload.placement, 0))
     assert held == pytest.approx(planned, rel=0.03)
+    assert_sends_as_planned(rehearsal)

@@ -27,3 +27,16 @@ def test_a_depthwise_convolution_has_twice_its_operations_in_its_backward_pass()
         assert device.flops == 2 * 4 * 32 * 97
         output.sum().backward()
     assert device.flops == 3 * 2 * 4 * 32 * 97
+
+
+def test_a_storage_that_is_emptied_counts_no_more_until_it_is_filled():
+    """As the outputs that Megatron drops until a layer's backward pass."""
+    device = PretendedDevice()
+    with device:
+        output = torch.empty(64, device=DEVICE)
+        storage, held = output.untyped_storage(), []
+        for size in (0, 4 * 64):
+            storage.resize_(size)
+            device.resized(storage)
+            held.append(device.live.total())
+    assert held == [0, 4 * 64]
