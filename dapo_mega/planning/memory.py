@@ -155,10 +155,8 @@ def activation_parts(workload: Workload, placement: RankLayout, stage: int) -> t
     working set)."""
     config = workload.config
     model = ActivationModel(placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config))
-    number, learns = (
-        workload.micro_batches(workload.longest),
-        not (config.critic_lora if placement.arch.has_value_head else config.lora),
-    )
+    number = workload.micro_batches(workload.longest)
+    learns = not (config.critic_lora if placement.arch.has_value_head else config.lora)
     before = peak_activations(model, stage, number, recomputes=False)
     at_head = *before, working_set(model, stage, learns_output=learns)
     if config.compute.recompute == "none":
@@ -230,6 +228,8 @@ def _adapted(model: ActivationModel) -> float:
     """What a dense MLP with adapters holds beside what it keeps while its gate and up are made: what the weight gives
     and what the adapter adds, and the input; its product is not there yet."""
     arch, parallel = model.placement.arch, model.placement.parallel
+    if arch.experts and not arch.experts.dense_layers:
+        return 0.0
     return model.tokens * model.element * (3 * arch.ffn_hidden_size / parallel.tensor + arch.hidden_size)
 
 

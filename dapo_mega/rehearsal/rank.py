@@ -291,7 +291,7 @@ def _parameters_are_there() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.nn.Module._apply, torch.Tensor.type = original, type_of  # type: ignore[assignment,method-assign]
+        torch.nn.Module._apply, torch.Tensor.type = original, type_of  # type: ignore[method-assign]
 
 
 def _like(tensor: Tensor, moved: Tensor) -> Tensor:
