@@ -10,7 +10,10 @@ element; n and g, the query and key heads of a process; d, their size; p, all he
 from; f, the inner size of the MLP on a process.
 """
 
+import functools
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dapo_mega.config import ComputeConfig, ModelConfig
@@ -59,6 +62,18 @@ class MicroBatchShape:
     def has_one_length(self) -> bool:
         """Whether the local attention takes its tokens as they are, gathering none."""
         return len(set(self.lengths)) == 1
+
+
+@functools.cache
+def megatron_pads_values() -> bool:
+    """Whether Megatron-Core pads the values of packed latent attention to the size of its keys, as newer versions do,
+    and so it is planned where there is none. Its code says so; importing it would import torch."""
+    try:
+        files = distribution("megatron-core")
+    except PackageNotFoundError:
+        return True
+    code = Path(str(files.locate_file("megatron/core/transformer/multi_latent_attention.py")))
+    return not code.is_file() or "need_v_pad" in code.read_text()
 
 
 class LayerBytes(NamedTuple):
@@ -251,8 +266,9 @@ class ActivationModel:
     @property
     def _output_operand(self) -> float:
         """Bytes of a token that the output projection keeps of its input, beside the attention's output."""
-        is_kept = self.is_local or self._quantizes_attention
-        return is_kept * self._value_width * (self.element if self.is_local else self.operand)
+        is_kept = self.is_local or self._quantizes_attention or self._te_pads_values
+        quantizes = self._quantizes_attention and not self.is_local
+        return is_kept * self._value_width * (self.operand if quantizes else self.element)
 
     def _delta_rule(self, delta: "GatedDelta") -> float:
         """The rule of all value heads, whose tokens context parallelism exchanges for heads: with Triton kernels its
@@ -295,7 +311,8 @@ class ActivationModel:
     def _recomputed_attention(self, layer: int) -> float:
         """Extra bytes of an attention that is recomputed, above those that its forward pass kept."""
         if not self.is_local:
-            return self._te_attention() - self._attention_inputs()
+            values = self._te_pads_values * self.tokens * self._value_width * self.element
+            return self._te_attention() - self._attention_inputs() + values
         # The inputs are still there; the output projection's is not.
         in_place = self._attends_in_place and not self._pads_values
         released = 0.0 if in_place else self.tokens * self._value_width * self.element
@@ -312,6 +329,11 @@ class ActivationModel:
     def _pads_values(self) -> bool:
         """Whether values are shorter than queries and keys, to whose size the local attention pads them."""
         return self._value_width < self.placement.query_heads * self.placement.arch.head_dim
+
+    @property
+    def _te_pads_values(self) -> bool:
+        """Whether Megatron does so before Transformer Engine's attention, whose output it cuts to a copy."""
+        return not self.is_local and self._pads_values and megatron_pads_values()
 
     def _local_attention(self, layer: int, *, with_inputs: bool = True) -> float:
         """Queries, keys and values (repeated for each query head), output, and log-sum of each row, in float32.
@@ -355,13 +377,14 @@ class ActivationModel:
     @property
     def _te_attention_output(self) -> float:
         """The output projection's input, which Transformer Engine's attention otherwise keeps as its own output."""
-        is_kept = not self.is_local and not self._quantizes_attention
+        is_kept = not (self.is_local or self._quantizes_attention or self._te_pads_values)
         return is_kept * self.tokens * self._value_width * self.element
 
     def _te_attention(self) -> float:
         heads, size = self.placement.query_heads, self.placement.arch.head_dim
         if self.placement.arch.latent_attention:
-            return self.tokens * (2 * (heads * size + self._value_width) * self.element + 4 * heads)
+            values = heads * size if self._te_pads_values else self._value_width
+            return self.tokens * (2 * (heads * size + values) * self.element + 4 * heads)
         return self.tokens * (2 * (heads + self.placement.key_heads) * size * self.element + 4 * heads)
 
     def _mlp(self, ffn_hidden_size: int) -> float:

@@ -226,11 +226,11 @@ def cache_bytes_per_token(placement: RankLayout, engine: EngineLayout) -> float:
 
 def _adapted(model: ActivationModel) -> float:
     """What a dense MLP with adapters holds beside what it keeps while its gate and up are made: what the weight gives
-    and what the adapter adds, and the input; its product is not there yet."""
+    and what the adapter adds; its product is not there yet."""
     arch, parallel = model.placement.arch, model.placement.parallel
     if arch.experts and not arch.experts.dense_layers:
         return 0.0
-    return model.tokens * model.element * (3 * arch.ffn_hidden_size / parallel.tensor + arch.hidden_size)
+    return model.tokens * model.element * 3 * arch.ffn_hidden_size / parallel.tensor
 
 
 def _layer_gradients(model: ActivationModel) -> float:

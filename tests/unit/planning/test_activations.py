@@ -4,7 +4,7 @@ import torch
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.megatron import fused_logprobs, logprobs
 from dapo_mega.megatron.core.packed_attention import packed_segments
-from dapo_mega.planning import memory
+from dapo_mega.planning import activations, memory
 from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, peak_activations
 from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
@@ -107,12 +107,15 @@ def test_a_shared_expert_keeps_a_dense_mlps_activations_and_its_gate():
     assert model.whole_layer(0).mlp == 64 * 2 * 4 * 16
 
 
-def test_latent_attention_keeps_latent_vectors_and_the_heads_projected_from_them():
+@pytest.mark.parametrize("pads", [False, True])
+def test_latent_attention_keeps_latent_vectors_and_the_heads_projected_from_them(monkeypatch, pads):
+    monkeypatch.setattr(activations, "megatron_pads_values", lambda: pads)
     layer = kept("transformer_engine", arch=latent()).whole_layer(0)
     # Products of 6 and 4 + 2 numbers, 6 and 4 behind their norms, two roots; cosines and sines of size 2, twice.
-    assert layer.around_attention == 64 * (2 * (6 + 6 + 6 + 4) + 2 * 4 + 2 * 4 * 2)
+    # Where values and output are padded to 5, also the output of size 4.
+    assert layer.around_attention == 64 * (2 * (6 + 6 + 6 + 4) + 2 * 4 + 2 * 4 * 2 + pads * 4 * 4 * 2)
     # Queries and keys of size 5, values and output of size 4; row sums.
-    assert layer.attention == 64 * (4 * 2 * (5 + 5 + 4 + 4) + 4 * 4)
+    assert layer.attention == 64 * (4 * 2 * (5 + 5 + 2 * (4 + pads)) + 4 * 4)
     without = kept("transformer_engine", arch=latent(None)).whole_layer(0)
     assert layer.around_attention - without.around_attention == 64 * (2 * (6 + 6) + 4)
     # The norm is not a part of the two products that it goes to.
