@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dapo_mega.config import ParallelConfig
-from dapo_mega.planning.activations import LayerKind
+from dapo_mega.planning.activations import LayerKind, megatron_pads_values
 from dapo_mega.planning.communication import Traffic, step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token, engine_weight_bytes
 from dapo_mega.planning.parameters import DTYPE_BYTES, attention_matrices, delta_matrices, stage_bytes
@@ -144,7 +144,9 @@ def layer_flops(placement: RankLayout, length: float, layers: Sequence[int] = ()
     arch = placement.arch
     layers = layers or range(arch.num_layers)
     mlps = sum(_mlp_weights(arch, layer) for layer in layers) / len(layers)
-    values = arch.latent_attention.value_head_dim if arch.latent_attention else arch.head_dim
+    values = arch.head_dim
+    if arch.latent_attention and not megatron_pads_values():
+        values = arch.latent_attention.value_head_dim
     # A causal query sees half of the sequence: scores and weighted sum.
     attention = arch.num_attention_heads * (arch.head_dim + values) * length
     whole = RankLayout(arch, ParallelConfig(), 1)

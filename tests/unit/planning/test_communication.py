@@ -4,6 +4,7 @@ import pytest
 
 from dapo_mega.algorithms.advantages import GaeAdvantage
 from dapo_mega.config import RunConfig
+from dapo_mega.planning import step_time as times
 from dapo_mega.planning.communication import step_traffic
 from dapo_mega.planning.memory import EngineLayout, cache_bytes_per_token
 from dapo_mega.planning.parameters import num_parameters, stage_bytes
@@ -178,7 +179,7 @@ def test_a_stages_leader_sends_its_weights_to_a_disk_but_not_through_memory():
     assert sent == {"distributed": 2000 + 1000, "disk": 1000, "tensor": 0}
 
 
-def test_a_layers_operations_are_two_per_weight_and_token():
+def test_a_layers_operations_are_two_per_weight_and_token(monkeypatch):
     placement = workload().placement
     linear, attention = layer_flops(placement, 100)
     assert linear == 2 * (128 + 64 + 384)
@@ -189,10 +190,12 @@ def test_a_layers_operations_are_two_per_weight_and_token():
     # One layer in four with an MLP, the others with a router, two experts, a shared one and its gate.
     of_both_kinds, _ = layer_flops(workload(shared()).placement, 100)
     assert of_both_kinds == pytest.approx(2 * (128 + 64 + (384 + 3 * (32 + 288 + 240 + 8)) / 4))
-    projected, attention = layer_flops(workload(latent()).placement, 100)
-    assert projected == pytest.approx(2 * (48 + 112 + 48 + 120 + 128 + 32 + 288))
-    # Heads of 5 for scores and of 4 for values.
-    assert attention == 50 * 4 * (5 + 4) * 2
+    for pads in (False, True):
+        monkeypatch.setattr(times, "megatron_pads_values", lambda pads=pads: pads)
+        projected, attention = layer_flops(workload(latent()).placement, 100)
+        assert projected == pytest.approx(2 * (48 + 112 + 48 + 120 + 128 + 32 + 288))
+        # Heads of 5 for scores and of 4 for values, or padded to 5.
+        assert attention == 50 * 4 * (5 + 4 + pads) * 2
     # Three layers in four without attention: the state's 4 heads of 2 x 3 are met three times.
     mostly_linear, attention = layer_flops(workload(hybrid()).placement, 100)
     rule = 4 * 2 * 3 * 3 * 2
