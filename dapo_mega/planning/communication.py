@@ -139,15 +139,12 @@ def _of_stage(
     ring = (parallel.tensor - 1) / parallel.tensor
     mlps, mixtures = _repeated(config.compute, arch, numbers)
     reductions = _reductions(placement, lora, forward, backward, passes, stage) + 2 * backward * len(mlps)
-    tensor = (reductions + _beside_reductions(placement, lora, passes, backward, numbers, mlps)) * hidden * ring
-    if parallel.sequence and not lora:
-        # Each process has gradients of its own tokens of the products that make latent vectors, and of routers.
-        own = with_experts * arch.experts.number * arch.hidden_size if arch.experts else 0.0
-        if latent := arch.latent_attention:
-            own += layers * (_attention_inputs(arch)[0] - (latent.query_rank is None)) * arch.hidden_size**2
-        tensor += (backward > 0) * config.batch.updates_per_step * own * 4 * 2 * ring
-    saved = _saved_by_fp8(config, placement, numbers, mlps, passes - backward, backward, lora is None)
-    tensor -= saved * hidden * ring
+    tensor = reductions + _beside_reductions(placement, lora, passes, backward, numbers, mlps)
+    tensor -= _saved_by_fp8(config, placement, numbers, mlps, passes - backward, backward, lora is None)
+    tensor *= hidden
+    if parallel.sequence and not lora and backward:
+        tensor += 2 * config.batch.updates_per_step * _gradients_of_own_tokens(arch, numbers)
+    tensor *= ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.
     gathers = passes * layers * placement.gathers_projection
     projection = gathers * tokens * placement.projected_heads * arch.head_dim * element * ring
@@ -192,6 +189,15 @@ def _of_stage(
         replace(traffic, num_calls=number * num_micro_batches)
         for traffic, number in zip(everything, calls, strict=True)
     ]
+
+
+def _gradients_of_own_tokens(arch: "Architecture", numbers: list[int]) -> float:
+    """Bytes of these layers' gradients that each process has of its own tokens under sequence parallelism: of the
+    products that make latent vectors, and of routers."""
+    numels = sum(map(arch.has_experts, numbers)) * arch.experts.number * arch.hidden_size if arch.experts else 0.0
+    if latent := arch.latent_attention:
+        numels += len(numbers) * (_attention_inputs(arch)[0] - (latent.query_rank is None)) * arch.hidden_size**2
+    return 4 * numels
 
 
 def _repeated(compute: ComputeConfig, arch: "Architecture", numbers: list[int]) -> tuple[list[int], int]:
