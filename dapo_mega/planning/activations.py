@@ -16,7 +16,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from dapo_mega.config import ComputeConfig, ModelConfig
+from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig
+from dapo_mega.planning.adapters import adapted_in, kept_by_adapters
 from dapo_mega.planning.parameters import DTYPE_BYTES
 from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
@@ -27,6 +28,8 @@ LayerKind = Literal["local", "transformer_engine"]
 _INDEX = 8
 _FLOAT = 4
 _DELTA_CHUNK = 64
+# Megatron's names for the layers that are given the output of the norm before attention.
+_INTO_ATTENTION = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "in_proj")
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,16 @@ class ActivationModel:
     """Bytes kept by the parts of the model on one process, for one shape of micro-batch."""
 
     def __init__(
-        self, placement: RankLayout, model: ModelConfig, compute: ComputeConfig, shape: MicroBatchShape, kind: LayerKind
+        self,
+        placement: RankLayout,
+        model: ModelConfig,
+        compute: ComputeConfig,
+        shape: MicroBatchShape,
+        kind: LayerKind,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.placement = placement
+        self.lora = lora
         self.compute = compute
         self.shape = shape
         self.is_local = kind == "local"
@@ -107,8 +117,8 @@ class ActivationModel:
         self.shared_tokens = self.tokens / placement.sequence_size
         self.hidden = self.shared_tokens * placement.arch.hidden_size * self.element
         """Bytes of one tensor of hidden states between layers."""
-        # What linear layers keep of their inputs.
-        self.operand = 1 if compute.fp8.enabled else self.element
+        # What linear layers keep of their inputs. Those of frozen weights keep nothing, adapters what they are given.
+        self.operand = 1 if compute.fp8.enabled and not lora else self.element
 
     def handed_on(self, chunk: Chunk) -> float:
         """Bytes of a chunk's output, which the pipeline schedule holds in addition to autograd. The chunk's input is
@@ -147,7 +157,7 @@ class ActivationModel:
         repeated = whole.mlp - kept.mlp
         if self.placement.arch.has_experts(layer) and not self._recomputes("moe"):
             # A shared expert's turn comes when the others have done their backward pass.
-            repeated = max(0.0, repeated - self._experts())
+            repeated = max(0.0, repeated - self._experts(layer))
         late = (whole.late_norm - kept.late_norm) + repeated
         # The attention is recomputed after the later parts of its layer were freed.
         attention = 0.0 if self.placement.arch.has_delta(layer) else self._recomputed_attention(layer)
@@ -160,7 +170,7 @@ class ActivationModel:
         layer = self.whole_layer(number)
         has_experts = self.placement.arch.has_experts(number)
         if self._recomputes("core_attn") and not self.placement.arch.has_delta(number):
-            layer = layer._replace(attention=self._attention_inputs() + self._te_attention_output)
+            layer = layer._replace(attention=self._attention_inputs() + self._te_attention_output(number))
         if self._recomputes("layernorm") and self.is_local:
             if self.placement.arch.norms != "behind":
                 kept = self.hidden + self._norm_behind
@@ -176,7 +186,7 @@ class ActivationModel:
             if not self.is_local and not has_experts:  # Its norm is recomputed with it.
                 layer = layer._replace(late_norm=self.hidden + self._norm_behind)
         elif self._recomputes("shared_experts") and has_experts:
-            layer = layer._replace(mlp=layer.mlp - self._shared_expert())
+            layer = layer._replace(mlp=layer.mlp - self._shared_expert(number))
         return layer
 
     def whole_layer(self, number: int) -> LayerBytes:
@@ -184,18 +194,47 @@ class ActivationModel:
         has_experts = self.placement.arch.has_experts(number)
         delta = self.placement.arch.gated_delta if self.placement.arch.has_delta(number) else None
         attention = self._local_attention(number) if self.is_local else self._te_attention()
+        around = self._around_delta(delta) if delta else self._around_attention(number)
+        mlp = "mlp.experts." if has_experts else "mlp.linear"
         return LayerBytes(
-            self._norm(fused=self._fuses_norm(number)) + self._norm_behind,
+            self._norm(self._keeps_input(number, *_INTO_ATTENTION), fused=self._fuses_norm(number)) + self._norm_behind,
             self._delta_rule(delta) if delta else attention,
-            self._around_delta(delta) if delta else self._around_attention(),
-            self._norm(fused=not self.is_local and not has_experts) + self._norm_behind,
-            self._experts() + self._shared_expert() if has_experts else self._mlp(self.placement.arch.ffn_hidden_size),
+            around + self._adapters(number, "self_attention."),
+            self._late_norm(number) + self._norm_behind,
+            self._adapters(number, mlp)
+            + (self._experts(number) + self._shared_expert(number) if has_experts else self._dense_mlp(number)),
         )
+
+    def _adapters(self, number: int, module: str) -> float:
+        """Bytes that the adapters of a module of a layer keep, the layers' inputs left out unless some are dropped."""
+        if self.lora is None:
+            return 0.0
+        sizes = self.element, self.shared_tokens, self._expert_rows
+        return sum(
+            kept_by_adapters(found, self.placement, self.lora, *sizes)
+            for found in adapted_in(self.placement.arch, number, self.lora)
+            if f".{module}" in found.name
+        )
+
+    def _keeps_input(self, number: int, *names: str) -> bool:
+        """Whether one of these linear layers learns, or has adapters that do, which keep it as it is."""
+        return self.lora is None or (not self.lora.dropout and self._adapts(number, *names))
+
+    def _adapts(self, number: int, *names: str) -> bool:
+        """Whether one of these linear layers has adapters."""
+        adapted = adapted_in(self.placement.arch, number, self.lora) if self.lora else []
+        return any(f".{name}." in found.name for found in adapted for name in names)
 
     def _fuses_norm(self, layer: int) -> bool:
         """Whether the norm before a layer's attention is a part of the one linear layer behind it."""
         arch = self.placement.arch
         return not (self.is_local or arch.has_delta(layer) or arch.latent_attention)
+
+    def _late_norm(self, layer: int) -> float:
+        """The norm before the MLP. A router always keeps its input."""
+        if self.placement.arch.has_experts(layer):
+            return self._norm(True, fused=False)
+        return self._norm(self._keeps_input(layer, "linear_fc1"), fused=not self.is_local)
 
     @property
     def _value_width(self) -> int:
@@ -219,10 +258,11 @@ class ActivationModel:
         chosen: tuple[str, ...] = self.compute.recompute_modules
         return self.compute.recompute == "selective" and any(module in chosen for module in modules)
 
-    def _norm(self, *, fused: bool) -> float:
-        """Input, reciprocal root, output."""
+    def _norm(self, keeps_output: bool, *, fused: bool) -> float:
+        """Input, reciprocal root, output. Adapters make a norm that is a part of the layer once more."""
         tokens, width = self.shared_tokens, self.placement.arch.hidden_size
-        return tokens * (width * self.element + 4 + width * (self.operand if fused else self.element))
+        output = width * (self.operand if fused else self.element) + 4 * (fused and self.lora is not None)
+        return tokens * (width * self.element + 4 + keeps_output * output)
 
     @property
     def _norm_behind(self) -> float:
@@ -233,13 +273,13 @@ class ActivationModel:
     def _quantizes_attention(self) -> bool:
         """Whether the output projection keeps its input in FP8, beside the attention's output. Where scales are the
         tensor's own, Megatron lets it keep that output."""
-        return self.compute.fp8.scaling == "delayed"
+        return self.compute.fp8.scaling == "delayed" and not self.lora
 
-    def _around_attention(self) -> float:
+    def _around_attention(self, layer: int) -> float:
         """Norms of queries and keys, rotary angles, the output projection's input."""
         arch, heads = self.placement.arch, self.placement.query_heads
         if arch.latent_attention:
-            return self._around_latent_attention(arch.latent_attention)
+            return self._around_latent_attention(arch.latent_attention, layer)
         size, keys = arch.head_dim, self.placement.key_heads
         total = 0.0
         if arch.qk_norm_over_heads:
@@ -252,21 +292,24 @@ class ActivationModel:
             total += (heads + keys) * 4 + kept * size * self.element
         if arch.output_gate:  # The sigmoid, and what it weights.
             total += heads * size * (_FLOAT + self.element)
-        return self.tokens * (total + self._output_operand)
+        return self.tokens * (total + self._output_operand(layer))
 
-    def _around_latent_attention(self, latent: "LatentAttention") -> float:
+    def _around_latent_attention(self, latent: "LatentAttention", layer: int) -> float:
         """Inputs, roots and outputs of the norms of both latent vectors (that of the keys is a view of its product with
-        their rotated part), cosines and sines of queries and of keys, the output projection's input."""
+        their rotated part, which Transformer Engine copies, and adapters need), cosines and sines of queries and of
+        keys, the output projection's input."""
         shared = latent.rotated_head_dim * self.element
-        for rank in (latent.key_value_rank, latent.query_rank):
-            shared += rank * (self.element + self.operand) + _FLOAT if rank else 0
+        for name, rank in (("linear_kv_up_proj", latent.key_value_rank), ("linear_q_up_proj", latent.query_rank)):
+            shared += rank * (self.element + self._keeps_input(layer, name) * self.operand) + _FLOAT if rank else 0
+        if not self.is_local and self._adapts(layer, "linear_kv_up_proj"):
+            shared += latent.key_value_rank * self.element
         rotary = 4 * latent.rotated_head_dim * self.element
-        return self.shared_tokens * shared + self.tokens * (rotary + self._output_operand)
+        return self.shared_tokens * shared + self.tokens * (rotary + self._output_operand(layer))
 
-    @property
-    def _output_operand(self) -> float:
+    def _output_operand(self, layer: int) -> float:
         """Bytes of a token that the output projection keeps of its input, beside the attention's output."""
         is_kept = self.is_local or self._quantizes_attention or self._te_pads_values
+        is_kept = is_kept and self._keeps_input(layer, "linear_proj")
         quantizes = self._quantizes_attention and not self.is_local
         return is_kept * self._value_width * (self.operand if quantizes else self.element)
 
@@ -374,10 +417,10 @@ class ActivationModel:
             total += seen * 2 * row + (piece + sinks) * seen * _FLOAT
         return total
 
-    @property
-    def _te_attention_output(self) -> float:
+    def _te_attention_output(self, layer: int) -> float:
         """The output projection's input, which Transformer Engine's attention otherwise keeps as its own output."""
         is_kept = not (self.is_local or self._quantizes_attention or self._te_pads_values)
+        is_kept = is_kept and self._keeps_input(layer, "linear_proj")
         return is_kept * self.tokens * self._value_width * self.element
 
     def _te_attention(self) -> float:
@@ -387,15 +430,18 @@ class ActivationModel:
             return self.tokens * (2 * (heads * size + values) * self.element + 4 * heads)
         return self.tokens * (2 * (heads + self.placement.key_heads) * size * self.element + 4 * heads)
 
-    def _mlp(self, ffn_hidden_size: int) -> float:
+    def _dense_mlp(self, layer: int) -> float:
+        return self._mlp(self.placement.arch.ffn_hidden_size, self._keeps_input(layer, "mlp.linear_fc2"))
+
+    def _mlp(self, ffn_hidden_size: int, keeps_product: bool) -> float:
         inner = ffn_hidden_size / self.placement.parallel.tensor
         if self.is_local:
             # Gate and up together, the activation of the gate, its product with up; Megatron's own adds 0 to up.
-            kept = 4 if self.placement.arch.activation == "silu" else 5
+            kept = 3 + keeps_product + (self.placement.arch.activation != "silu")
             return self.tokens * kept * inner * self.element
-        return self.tokens * inner * (2 * self.element + self.operand)
+        return self.tokens * inner * (2 * self.element + keeps_product * self.operand)
 
-    def _shared_expert(self) -> float:
+    def _shared_expert(self, layer: int) -> float:
         experts = self.placement.arch.experts
         if experts is None or experts.shared_ffn_hidden_size is None:
             return 0.0
@@ -403,22 +449,32 @@ class ActivationModel:
         gated = self.hidden + self.shared_tokens * self.element if experts.gates_shared else 0.0
         # Its input in FP8 is its own; otherwise it is the router's too.
         own = self.shared_tokens * self.placement.arch.hidden_size * (self.operand < self.element)
-        return self._mlp(experts.shared_ffn_hidden_size) + gated + own
+        keeps_product = self._keeps_input(layer, "shared_experts.linear_fc2")
+        mlp = self._mlp(experts.shared_ffn_hidden_size, keeps_product) + self._adapters(layer, "mlp.shared_experts.")
+        return mlp + gated + own
 
-    def _experts(self) -> float:
+    @property
+    def _expert_rows(self) -> float:
+        """Rows that a process's experts compute."""
+        experts = self.placement.arch.experts
+        per_token = experts.per_token if experts else 0
+        return self.shared_tokens * per_token * self.placement.parallel.expert_tensor * self.shape.expert_load
+
+    def _experts(self, layer: int) -> float:
         arch, parallel = self.placement.arch, self.placement.parallel
         experts = arch.experts
         assert experts
         # Chosen experts, their scores, the map and the scores of all, the order of the rows.
         routing = self.shared_tokens * (experts.per_token * (2 * _INDEX + 4) + experts.number * 5)
-        rows = self.shared_tokens * experts.per_token * parallel.expert_tensor * self.shape.expert_load
-        inner = experts.ffn_hidden_size / parallel.expert_tensor
+        rows, inner = self._expert_rows, experts.ffn_hidden_size / parallel.expert_tensor
+        keeps_rows, keeps_product = (self._keeps_input(layer, f"linear_{name}") for name in ("fc1", "fc2"))
         if self.is_local:
             # Of a clamped SwiGLU also the clamped gate, its sigmoid, and up + 1.
-            kept = 8 if experts.swiglu_limit else 5
-            return routing + rows * (arch.hidden_size * self.element + kept * inner * self.element + 4)
-        kept_product = 0 if self._recomputes("moe_act") else self.operand
-        return routing + rows * (arch.hidden_size * self.operand + inner * (2 * self.element + kept_product) + 4)
+            kept = (8 if experts.swiglu_limit else 5) - (not keeps_product)
+            return routing + rows * (keeps_rows * arch.hidden_size * self.element + kept * inner * self.element + 4)
+        keeps_product = keeps_product and not self._recomputes("moe_act")
+        products = inner * (2 * self.element + keeps_product * self.operand)
+        return routing + rows * (keeps_rows * arch.hidden_size * self.operand + products + 4)
 
     def _attention_plan(self) -> float:
         """Bytes that all attention layers share: rotary angles, unless latent attention computes its own in each layer,
@@ -443,9 +499,9 @@ class ActivationModel:
             return 0.0
         width = self.placement.arch.hidden_size
         responses = self.shape.num_scored / self.placement.parallel.context
-        norm = self._norm(fused=False)
-        if self.compute.fused_output_layer or self.placement.arch.has_value_head:
-            norm -= self.hidden
+        # The fused output layer keeps the rows that it scores, a frozen one none.
+        is_kept = not (self.compute.fused_output_layer or self.placement.arch.has_value_head or self.lora)
+        norm = self._norm(is_kept, fused=False)
         if self.placement.arch.has_value_head:
             return norm + self.shared_tokens * width * _FLOAT + responses * (_INDEX + _FLOAT)
         # Rows, targets, normalisers, entropies, and the scores themselves.
@@ -470,5 +526,15 @@ def peak_activations(
         recompute = max(e for e, count in zip(extra, held, strict=True) if count)
         total = sum(count * size for count, size in zip(held, kept, strict=True)) + recompute
         beside = sum(count * size for count, size in zip(held, handed, strict=True))
-        peak = max(peak, (total, beside), key=sum)
+        peak = max(peak, (total, beside + _exchanged(model, stage)), key=sum)
     return peak
+
+
+def _exchanged(model: ActivationModel, stage: int) -> float:
+    """Bytes that a backward pass finds beside what it needs: the gradient from the next stage, and that which went to
+    the one before. Interleaved stages also have the next forward pass's input, and chunks their last ones: about two
+    hidden states a chunk, by measurement (3 to 7 of two and of three chunks)."""
+    parallel = model.placement.parallel
+    if parallel.virtual_pipeline > 1:
+        return 2 * parallel.virtual_pipeline * model.hidden
+    return ((stage > 0) + (stage < parallel.pipeline - 1)) * model.hidden

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from dapo_mega.config import ComputeConfig, LoraConfig, RunConfig
 from dapo_mega.planning.activations import LayerKind
+from dapo_mega.planning.adapters import adapted_in, num_trained_parameters
 from dapo_mega.planning.parameters import (
     DTYPE_BYTES,
     ParameterBytes,
-    adapted_in,
     fp8_elements,
-    num_trained_parameters,
     stage_buffers,
 )
 from dapo_mega.planning.rank_layout import RankLayout
@@ -142,8 +141,8 @@ def _of_stage(
     tensor = reductions + _beside_reductions(placement, lora, passes, backward, numbers, mlps)
     tensor -= _saved_by_fp8(config, placement, numbers, mlps, passes - backward, backward, lora is None)
     tensor *= hidden
-    if parallel.sequence and not lora and backward:
-        tensor += 2 * config.batch.updates_per_step * _gradients_of_own_tokens(arch, numbers)
+    if parallel.sequence and backward:
+        tensor += 2 * config.batch.updates_per_step * _gradients_of_own_tokens(placement, numbers, lora)
     tensor *= ring
     # Gathering the projection of processes that share key heads, and scattering its gradient.
     gathers = passes * layers * placement.gathers_projection
@@ -191,9 +190,12 @@ def _of_stage(
     ]
 
 
-def _gradients_of_own_tokens(arch: "Architecture", numbers: list[int]) -> float:
+def _gradients_of_own_tokens(placement: RankLayout, numbers: list[int], lora: LoraConfig | None) -> float:
     """Bytes of these layers' gradients that each process has of its own tokens under sequence parallelism: of the
-    products that make latent vectors, and of routers."""
+    products that make latent vectors, and of routers; or of the adapters' matrices that processes hold alike."""
+    arch = placement.arch
+    if lora:
+        return 4 * sum(of.num_alike(placement, lora.rank) for layer in numbers for of in adapted_in(arch, layer, lora))
     numels = sum(map(arch.has_experts, numbers)) * arch.experts.number * arch.hidden_size if arch.experts else 0.0
     if latent := arch.latent_attention:
         numels += len(numbers) * (_attention_inputs(arch)[0] - (latent.query_rank is None)) * arch.hidden_size**2
@@ -248,9 +250,9 @@ def _beside_reductions(
     latents, repeated = _attention_inputs(arch)
     sent = (passes if parallel.sequence else 2 * backward) * len(numbers) * (latents - 1)
     if lora:
-        for number, (weight, *_) in ((layer, of) for layer in numbers for of in adapted_in(arch, layer, lora)):
-            if weight.is_cut and weight.placed.expert is None:
-                again = backward * (number in repeated_mlps and ".mlp." in weight.placed.megatron[0])
+        for number, found in ((layer, of) for layer in numbers for of in adapted_in(arch, layer, lora)):
+            if (weight := found.weight).is_cut and not found.is_expert:
+                again = backward * (number in repeated_mlps and ".mlp." in found.name)
                 times = 2 * (passes - backward + again if weight.is_row else backward)
                 times = passes + again if parallel.sequence else times
                 sent += times * len(weight.parts) * lora.rank / arch.hidden_size

@@ -150,13 +150,20 @@ def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
     return always
 
 
+def activation_model(workload: Workload, placement: RankLayout) -> ActivationModel:
+    """Of the policy, or of the critic by its placement."""
+    config, shape = workload.config, workload.full_micro_batch()
+    lora = config.critic_lora if placement.arch.has_value_head else config.lora
+    return ActivationModel(placement, config.model, config.compute, shape, layer_kind(config), lora)
+
+
 def activation_parts(workload: Workload, placement: RankLayout, stage: int) -> tuple[float, float, float]:
     """Bytes of a stage of the policy, or of the critic by its placement: (kept by autograd, held by the schedule,
     working set)."""
     config = workload.config
-    model = ActivationModel(placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config))
+    model = activation_model(workload, placement)
     number = workload.micro_batches(workload.longest)
-    learns = not (config.critic_lora if placement.arch.has_value_head else config.lora)
+    learns = model.lora is None
     before = peak_activations(model, stage, number, recomputes=False)
     at_head = *before, working_set(model, stage, learns_output=learns)
     if config.compute.recompute == "none":

@@ -9,12 +9,12 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, ParallelConfig
+from dapo_mega.planning.adapters import adapter_numels
 from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
 if TYPE_CHECKING:
     from dapo_mega.models import Architecture
     from dapo_mega.models.architecture import Experts, GatedDelta
-    from dapo_mega.models.peft_adapters import AdaptedWeight
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 _GRADIENT_BYTES = 4
@@ -87,49 +87,6 @@ def stage_buffers(
         shared += _buffer_bytes(dense, placement.optimizer_shards, model, compute)
         spread += _buffer_bytes(experts, placement.expert_shards, model, compute)
     return shared, spread
-
-
-def num_trained_parameters(arch: Architecture, lora: LoraConfig) -> int:
-    """Elements of A and B of the whole model."""
-    whole, chunk = RankLayout(arch, ParallelConfig(), 1), Chunk(range(arch.num_layers), True, True)
-    return sum(map(sum, adapter_numels(whole, chunk, lora)))
-
-
-def adapter_numels(placement: RankLayout, chunk: Chunk, lora: LoraConfig) -> tuple[list[int], list[int]]:
-    """Elements of each A and B of a chunk on one process, and of a value model's head: outside of experts, and of
-    experts. B has rows for all parts of a fused layer."""
-    parallel, arch, rank = placement.parallel, placement.arch, lora.rank
-    dense = [arch.hidden_size] * (arch.has_value_head and chunk.is_last)
-    experts: list[int] = []
-    alike = {(arch.has_experts(layer), arch.has_delta(layer)): layer for layer in chunk.layers}
-    for layer in chunk.layers:
-        example = alike[arch.has_experts(layer), arch.has_delta(layer)]
-        for weight, rows, columns in adapted_in(arch, example, lora):
-            is_expert = weight.placed.expert is not None
-            size = (parallel.expert_tensor if is_expert else parallel.tensor) if weight.is_cut else 1
-            down, up = (columns // size, rows) if weight.is_row else (columns, rows // size)
-            found = [rank * down] * len(weight.parts) + [rank * up]
-            if is_expert:
-                assert arch.experts
-                experts += found * (arch.experts.number // parallel.expert)
-            else:
-                dense += found
-    return dense, experts
-
-
-@cache
-def adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[tuple[AdaptedWeight, int, int]]:
-    """(weight, rows, columns) of each weight of a layer that has adapters; the first expert stands for all."""
-    from dapo_mega.models.families import find_family
-    from dapo_mega.models.hf_shapes import hf_shape
-    from dapo_mega.models.peft_adapters import adapted
-
-    tensors = find_family(arch.model_type).tensors(arch, range(layer, layer + 1), False, False)
-    found = []
-    for weight in adapted((placed for placed in tensors if placed.expert in (None, 0)), lora.targets):
-        shapes = [hf_shape(name, arch) for name in weight.placed.hf]
-        found.append((weight, sum(rows for rows, _ in shapes), shapes[0][1]))
-    return found
 
 
 def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:

@@ -9,7 +9,8 @@ from dapo_mega.models import Architecture, load_architecture
 from dapo_mega.models.families import find_family, read_architecture
 from dapo_mega.models.peft_adapters import check_lora
 from dapo_mega.models.stored_model import critic_architecture
-from dapo_mega.planning.parameters import DTYPE_BYTES, num_active_parameters, num_parameters, num_trained_parameters
+from dapo_mega.planning.adapters import num_trained_parameters
+from dapo_mega.planning.parameters import DTYPE_BYTES, num_active_parameters, num_parameters
 from dapo_mega.planning.rank_layout import RankLayout
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 from dapo_mega.config import RunConfig
-from dapo_mega.planning.activations import ActivationModel
 from dapo_mega.planning.divisions import Division
 from dapo_mega.planning.estimate import Assumptions, Estimate
 from dapo_mega.planning.memory import (
     ASLEEP_BYTES,
     GIB,
+    activation_model,
     activation_parts,
     cache_bytes_per_token,
     engine_weight_bytes,
@@ -142,9 +142,7 @@ def _activation_lines(plan: Estimate) -> Iterator[str]:
     workload, stage = plan.workload, plan.worst.stage
     config = workload.config
     kept, handed, working = activation_parts(workload, workload.placement, stage)
-    model = ActivationModel(
-        workload.placement, config.model, config.compute, workload.full_micro_batch(), layer_kind(config)
-    )
+    model = activation_model(workload, workload.placement)
     held = max(workload.placement.held_forwards(stage, workload.micro_batches(workload.longest)), key=sum)
     one = sum(model.chunk(chunk) for chunk in workload.placement.chunks(stage)) / len(held)
     yield (

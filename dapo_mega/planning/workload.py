@@ -11,12 +11,14 @@ from dapo_mega.planning.rank_layout import RankLayout
 
 @dataclass(frozen=True)
 class Workload:
-    """A run's batch sizes with assumed mean lengths, in tokens."""
+    """A run's batch sizes with assumed mean lengths, in tokens. Of a full micro-batch `scored_share` is scored: all of
+    it, if its prompts are short."""
 
     config: RunConfig
     placement: RankLayout
     mean_prompt: float
     mean_response: float
+    scored_share: float = 1.0
 
     @property
     def teachers(self) -> list[RankLayout]:
@@ -76,9 +78,9 @@ class Workload:
         return tokens / self.micro_batches(self.mean_length)
 
     def full_micro_batch(self) -> MicroBatchShape:
-        """The most expensive micro-batch: its budget full of the longest samples, every position scored."""
+        """The most expensive micro-batch: its budget full of the longest samples."""
         budget = self.config.batch.tokens_per_microbatch
         lengths = [self.longest] * (budget // self.longest)
         if budget % self.longest:
             lengths.append(budget % self.longest)
-        return MicroBatchShape(tuple(lengths), budget)
+        return MicroBatchShape(tuple(lengths), round(budget * self.scored_share))

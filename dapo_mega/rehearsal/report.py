@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from dapo_mega.config import LoraConfig
+from dapo_mega.planning.adapters import adapter_numels
 from dapo_mega.planning.communication import step_traffic
 from dapo_mega.planning.memory import ASLEEP_BYTES, GIB, activation_parts, layer_kind, trainer_memory
-from dapo_mega.planning.parameters import ParameterBytes, adapter_numels, num_parameters, stage_bytes
+from dapo_mega.planning.parameters import ParameterBytes, num_parameters, stage_bytes
 from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.step_time import layer_flops, recomputed_share
 from dapo_mega.planning.workload import Workload
 from dapo_mega.rehearsal.communication import Event
 from dapo_mega.rehearsal.rank import Played
-from dapo_mega.rehearsal.run import Rehearsal
+from dapo_mega.rehearsal.run import Rehearsal, scored_positions
 
 _TRAFFIC = {
     "TENSOR_MODEL_PARALLEL_GROUP": (
@@ -166,7 +166,7 @@ def _most_tokens(rehearsal: Rehearsal) -> int:
 
     def held(number: int) -> float:
         batch = given.batch.model_copy(update={"tokens_per_microbatch": number * workload.longest})
-        whole = replace(workload, config=given.model_copy(update={"batch": batch}))
+        whole = replace(workload, config=given.model_copy(update={"batch": batch}), scored_share=1.0)
         return max(kept + sum(activation_parts(whole, whole.placement, stage)) for stage, kept in always.items())
 
     return workload.longest * bisect_right(range(1, 2**12), _available(rehearsal), key=held)
@@ -193,14 +193,8 @@ def planned_flops(rehearsal: Rehearsal, rank: int) -> dict[str, float]:
 
 
 def _scored(workload: Workload, context: int) -> float:
-    """Positions of a step that a context rank scores: it has the piece of its number of each sample, and the same from
-    the end."""
-    parallel, longest = workload.placement.parallel, workload.longest
-    num_pieces, first = max(1, parallel.segment_multiple), longest - workload.mean_response - 1
-    size = math.ceil(longest / num_pieces)
-    starts = [size * piece for piece in {context, num_pieces - 1 - context}]
-    found = sum(max(0.0, min(start + size, longest - 1) - max(start, first)) for start in starts)
-    return workload.responses_per_step / workload.placement.data_size * found
+    """Positions of a step that a context rank scores."""
+    return workload.responses_per_step / workload.placement.data_size * scored_positions(workload, context)
 
 
 def _model_flops(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -77,7 +78,20 @@ def rehearse_run(config: RunConfig, world_size: int, available_bytes: float) -> 
 def longest_workload(config: RunConfig, arch: Architecture, world_size: int) -> Workload:
     """The run's step if all samples have the longest prompt and response."""
     placement = RankLayout(arch, config.parallel, world_size)
-    return Workload(config, placement, config.data.max_prompt_tokens, config.rollout.max_response_tokens)
+    workload = Workload(config, placement, config.data.max_prompt_tokens, config.rollout.max_response_tokens)
+    context = config.parallel.context
+    most = max(scored_positions(workload, number) for number in range(context))
+    return replace(workload, scored_share=most * context / workload.longest)
+
+
+def scored_positions(workload: Workload, context: int) -> float:
+    """Positions of a longest sample that a context rank scores: it has the piece of its number, and the same from the
+    end."""
+    parallel, longest = workload.placement.parallel, workload.longest
+    num_pieces, first = max(1, parallel.segment_multiple), longest - workload.mean_response - 1
+    size = math.ceil(longest / num_pieces)
+    starts = [size * piece for piece in {context, num_pieces - 1 - context}]
+    return sum(max(0.0, min(start + size, longest - 1) - max(start, first)) for start in starts)
 
 
 def has_emulated_gpu() -> bool:

@@ -18,7 +18,8 @@ from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.models.hf_checkpoint import HfCheckpoint
-from dapo_mega.planning.parameters import num_parameters, num_trained_parameters, stage_bytes
+from dapo_mega.planning.adapters import num_trained_parameters
+from dapo_mega.planning.parameters import num_parameters, stage_bytes
 from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.types import GenerationRequest, SamplingParams
 from tests.distributed.allocations import gradient_buffers, optimizer_bytes, storage_bytes

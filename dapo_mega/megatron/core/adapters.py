@@ -111,7 +111,7 @@ class Adapter(Module):
         # What all processes hold alike is dropped alike. Megatron's repeated passes restore these states.
         is_alike = not self._is_row and not self._sequence_parallel and not self._is_expert
         with get_cuda_rng_tracker().fork(_ALIKE if is_alike else _APART):
-            return F.dropout(inputs, self._dropout)
+            return torch.native_dropout(inputs, self._dropout, True)[0]  # Of what is dropped, one byte a number.
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
