@@ -195,7 +195,7 @@ LAYOUTS = {
 @pytest.mark.whole_table
 @pytest.mark.parametrize("top_k", [0, 5])
 @pytest.mark.parametrize(("kind", "rank"), [("dense", 4), ("experts", 0), ("experts", 4)])
-def test_a_teacher_of_another_kind_teaches_mixtures_and_adapters_in_every_layout(
+def test_a_teacher_of_another_kind_teaches_mixtures_and_adapters_in_every_layout_and_after_a_resume(
     task, experts, tmp_path, kind, rank, top_k
 ):
     file, teacher = task
@@ -211,6 +211,10 @@ def test_a_teacher_of_another_kind_teaches_mixtures_and_adapters_in_every_layout
             for name in ("policy/kl_to_teacher", "policy/loss", "policy/grad_norm"):
                 assert record[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (layout, name)
     assert runs["parallel={}"][1]["policy/grad_norm"] != runs["parallel={}"][0]["policy/grad_norm"]
+    layout, parts = LAYOUTS[kind][0], tmp_path / "parts"
+    for steps in (1, 2):
+        finish(start(file, 2, parts, *given, *NO_EVALUATION, layout, f"num_steps={steps}"), parts)
+    assert decisive(read_metrics(parts / "metrics.jsonl")[-1]) == decisive(runs[layout][-1])
 
 
 def test_a_teacher_that_dies_in_a_step_is_told_and_nothing_is_lost(task, tmp_path):

@@ -169,7 +169,7 @@ def test_two_processes_learn_the_same(values, run, tmp_path, layout):
 @pytest.mark.whole_table
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("layout", ["expert: 2", "expert: 2, tensor: 2, sequence: true", "pipeline: 2", "context: 2"])
-def test_mixtures_of_experts_and_their_adapters_learn_the_same_on_two_processes(values, tmp_path, layout, rank):
+def test_mixtures_and_their_adapters_learn_the_same_on_two_processes_and_after_a_resume(values, tmp_path, layout, rank):
     model = Path(values["model"]["path"])
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     experts = make_moe_model(tmp_path / "experts", num_layers=2, vocab_size=vocab_size)
@@ -179,10 +179,13 @@ def test_mixtures_of_experts_and_their_adapters_learn_the_same_on_two_processes(
     expected = records(tuned(values, f"{layout} {rank}", **changes))
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps({**values, **changes}))
-    finish(start(file, 2, tmp_path / "run", f"parallel={{{layout}}}", script=SFT), tmp_path / "run")
-    mine = records(tmp_path / "run")
-    for step in (1, 2, 3):
-        for name in ("policy/loss", "policy/grad_norm", "preference/margin"):
+    for folder, steps in (("run", 3), ("parts", 2), ("parts", 3)):
+        given = (f"parallel={{{layout}}}", f"num_steps={steps}")
+        finish(start(file, 2, tmp_path / folder, *given, script=SFT), tmp_path / folder)
+    mine, parts = records(tmp_path / "run"), records(tmp_path / "parts")
+    for name in ("policy/loss", "policy/grad_norm", "preference/margin"):
+        assert parts[3][name] == mine[3][name], name
+        for step in (1, 2, 3):
             assert mine[step][name] == pytest.approx(expected[step][name], rel=5e-5, abs=1e-8), (step, name)
 
 
