@@ -142,14 +142,18 @@ def _verdict(rehearsal: Rehearsal) -> str:
     """With the layers that the run will have; local ones keep more."""
     placement, available = rehearsal.config.rollout.placement, _available(rehearsal)
     beside = {"colocated": ", beside an engine asleep", "embedded": ", the embedded engine left out"}.get(placement, "")
-    most = local = max(float(played.most.num_bytes) for played in rehearsal.played.values())
+    held = {rank: float(played.most.num_bytes) for rank, played in rehearsal.played.items()}
     if _has_other_layers(rehearsal):
-        most = max(
-            sum(played.always.values()) + _planned_activations(rehearsal, rehearsal.roles.place(rank)[3])
+        local = max(held.values()) / GIB
+        held = {
+            rank: sum(played.always.values()) + _planned_activations(rehearsal, rehearsal.roles.place(rank)[3])
             for rank, played in rehearsal.played.items()
-        )
-        beside += f", with the planned activations of Transformer Engine's layers ({local / GIB:.1f} with local ones)"
-    of_gpu = f"{most / GIB:.1f} of {available / GIB:.1f} GiB of a GPU{beside}"
+        }
+        beside += f", with the planned activations of Transformer Engine's layers ({local:.1f} with local ones)"
+    rank, most = max(held.items(), key=lambda item: item[1])
+    of_gpu = (
+        f"{most / GIB:.1f} of {max(0.0, available) / GIB:.1f} GiB of a GPU on {rehearsal.roles.describe(rank)}{beside}"
+    )
     if most <= available:
         return f"fits: {of_gpu}; {(available - most) / GIB:.1f} GiB to spare"
     return f"DOES NOT FIT: {of_gpu}"
