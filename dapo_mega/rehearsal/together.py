@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -161,8 +162,9 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
     gc.unfreeze()  # What is frozen is in no list of objects.
     gc.collect()
     # In no rehearsed rank may a group of this process end: its threads are not there. Megatron remembers some where
-    # nothing else knows them, such as in the cache of a method.
-    objects = gc.get_objects()
+    # nothing else knows them, such as in the cache of a method. A module's own referents are left out: those of Python
+    # 3.12's asyncio are also futures that it has freed, and would free again.
+    objects = [kept for kept in gc.get_objects() if type(kept) is not types.ModuleType]
     kept = [objects, gc.get_referents(*objects)]
     gc.freeze()
     try:

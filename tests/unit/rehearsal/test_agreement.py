@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import multiprocessing
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -283,3 +285,21 @@ def test_of_a_large_world_each_kind_of_rank_is_rehearsed():
     assert roles.stand_in(12, [4, 12, 20, 28]) == 4
     assert roles.stand_in(24, [0, 8, 16, 24]) == 8
     assert roles.describe(40) == "rank 40 (stage 1, data 1, context 0, tensor 0)"
+
+
+def test_what_modules_have_freed_is_not_freed_again(tmp_path):
+    """Futures that were awaited, in a process of its own, as it may end."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import asyncio, gc\n"
+        "from dapo_mega.config import ParallelConfig\n"
+        "from dapo_mega.rehearsal.roles import Roles\n"
+        "from dapo_mega.rehearsal.together import together\n"
+        "async def wait():\n"
+        "    await asyncio.gather(*(asyncio.sleep(0.001) for _ in range(50)))\n"
+        "for _ in range(3):\n"
+        "    asyncio.run(wait())\n"
+        "    together(Roles(ParallelConfig(), 1), lambda rank, exchange: rank)\n"
+        "    gc.collect()\n"
+    )
+    subprocess.run([sys.executable, program], check=True, timeout=60)
