@@ -209,7 +209,7 @@ class ActivationModel:
         """Bytes that the adapters of a module of a layer keep, the layers' inputs left out unless some are dropped."""
         if self.lora is None:
             return 0.0
-        sizes = self.element, self.shared_tokens, self._expert_rows
+        sizes = self.element, self.shared_tokens, self.expert_rows
         return sum(
             kept_by_adapters(found, self.placement, self.lora, *sizes)
             for found in adapted_in(self.placement.arch, number, self.lora)
@@ -454,7 +454,7 @@ class ActivationModel:
         return mlp + gated + own
 
     @property
-    def _expert_rows(self) -> float:
+    def expert_rows(self) -> float:
         """Rows that a process's experts compute."""
         experts = self.placement.arch.experts
         per_token = experts.per_token if experts else 0
@@ -466,7 +466,7 @@ class ActivationModel:
         assert experts
         # Chosen experts, their scores, the map and the scores of all, the order of the rows.
         routing = self.shared_tokens * (experts.per_token * (2 * _INDEX + 4) + experts.number * 5)
-        rows, inner = self._expert_rows, experts.ffn_hidden_size / parallel.expert_tensor
+        rows, inner = self.expert_rows, experts.ffn_hidden_size / parallel.expert_tensor
         keeps_rows, keeps_product = (self._keeps_input(layer, f"linear_{name}") for name in ("fc1", "fc2"))
         if self.is_local:
             # Of a clamped SwiGLU also the clamped gate, its sigmoid, and up + 1.

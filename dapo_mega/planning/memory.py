@@ -242,20 +242,29 @@ def _adapted(model: ActivationModel) -> float:
 
 def _layer_gradients(model: ActivationModel) -> float:
     """Gradients within the widest part of a layer: of an MLP's product, of its gate and up (local layers: by steps), of
-    its input and output, less the product's input that is free by then, which is smaller in FP8; or of the projection
-    that processes with shared key heads gather, twice while it is scattered."""
+    its input and output, less the product's input that is free by then, which is smaller in FP8; or, when its gate and
+    up are free, of their weight and of their input (and of the residual, which for experts is small), in FP8 beside
+    both copies of their own; or of the projection that processes with shared key heads gather, twice while it is
+    scattered."""
     arch, parallel = model.placement.arch, model.placement.parallel
-    widths = [(model.tokens * arch.ffn_hidden_size / parallel.tensor, model.tokens * arch.hidden_size)]
+    inner = arch.ffn_hidden_size / parallel.tensor
+    hidden = model.tokens * arch.hidden_size
+    widths = [(model.tokens * inner, hidden, 2 * inner * arch.hidden_size + 2 * hidden)]
     if arch.experts:
-        rows = model.shared_tokens * arch.experts.per_token * parallel.expert_tensor
+        rows, inner = model.expert_rows, arch.experts.ffn_hidden_size / parallel.expert_tensor
         widths = widths if arch.experts.dense_layers else []
-        widths.append((rows * arch.experts.ffn_hidden_size / parallel.expert_tensor, rows * arch.hidden_size))
+        weights = 2 * arch.experts.number // parallel.expert * inner * arch.hidden_size
+        widths.append((rows * inner, rows * arch.hidden_size, weights + rows * arch.hidden_size))
     placement = model.placement
     projection = placement.gathers_projection * 2 * model.tokens * placement.projected_heads * arch.head_dim
+    copies, learns = 2 * (model.operand < model.element), model.lora is None
     made = [
-        4 * inner + 2 * outer if model.is_local else max(3 * inner, 2 * inner + 2 * outer) for inner, outer in widths
+        4 * inner + 2 * outer
+        if model.is_local
+        else max(3 * inner, 2 * inner + 2 * outer, learns * (copies * inner + weight))
+        for inner, outer, weight in widths
     ]
-    gradients = (size - inner * model.operand / model.element for size, (inner, _) in zip(made, widths, strict=True))
+    gradients = (size - inner * model.operand / model.element for size, (inner, *_) in zip(made, widths, strict=True))
     return model.element * max(projection, *gradients)
 
 
