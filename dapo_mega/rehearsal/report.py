@@ -59,10 +59,11 @@ def report(rehearsal: Rehearsal) -> Iterator[str]:
 
 def _layers(rehearsal: Rehearsal) -> str:
     """The layers that were rehearsed, and what the run has in their place."""
+    stand_in = _stand_in(rehearsal)
     if layer_kind(rehearsal.config) != "local":
-        layers = "Transformer Engine's layers"
+        layers = "Transformer Engine's layers" + (f" with {stand_in}" if stand_in else "")
     else:
-        layers = "local layers" + (" in place of Transformer Engine's" if _has_other_layers(rehearsal) else "")
+        layers = "local layers" + (" in place of Transformer Engine's" if stand_in else "")
     has_fp8 = rehearsal.config.compute.fp8.enabled
     return layers + (" and FP8 off" if rehearsal.given.compute.fp8.enabled and not has_fp8 else "")
 
@@ -120,10 +121,11 @@ def _activations(rehearsal: Rehearsal, stage: int, found: float) -> str:
     """Plans are of Transformer Engine's layers, or of local layers on a CPU, whose attention computes in float32."""
     planned = _planned_activations(rehearsal, stage)
     has_planned = layer_kind(rehearsal.config) != "local" or rehearsal.config.model.dtype == "fp32"
-    if has_planned and not _has_other_layers(rehearsal):
+    stand_in = _stand_in(rehearsal)
+    if has_planned and not stand_in:
         return f"  {_beside('activations', found / GIB, planned / GIB, 'GiB')}"
-    return f"  activations: {found / GIB:,.3f} GiB with local layers" + (
-        f"; planned with Transformer Engine's {planned / GIB:,.3f} GiB" if _has_other_layers(rehearsal) else ""
+    return f"  activations: {found / GIB:,.3f} GiB with {stand_in or 'local layers'}" + (
+        f"; planned with {_of_run(rehearsal)} {planned / GIB:,.3f} GiB" if stand_in else ""
     )
 
 
@@ -133,9 +135,19 @@ def _planned_activations(rehearsal: Rehearsal, stage: int) -> float:
     return sum(activation_parts(workload, workload.placement, stage))
 
 
-def _has_other_layers(rehearsal: Rehearsal) -> bool:
-    """Whether the run will have Transformer Engine's layers and was rehearsed with local ones."""
-    return layer_kind(rehearsal.as_given) != layer_kind(rehearsal.config)
+def _stand_in(rehearsal: Rehearsal) -> str:
+    """What was rehearsed in place of what the run will have on a GPU; nothing if that is the same."""
+    if layer_kind(rehearsal.as_given) != layer_kind(rehearsal.config):
+        return "local layers"
+    arch, is_local = rehearsal.workload.placement.arch, layer_kind(rehearsal.config) == "local"
+    without_kernel = {"the delta rule": arch.gated_delta, "attention with sinks": arch.attention_sinks}
+    found = [name for name, is_there in without_kernel.items() if is_there and not is_local]
+    return " and ".join(found) + " in torch" * bool(found)
+
+
+def _of_run(rehearsal: Rehearsal) -> str:
+    """What `_stand_in` stands for."""
+    return "Transformer Engine's layers" if layer_kind(rehearsal.config) == "local" else "kernels of a GPU"
 
 
 def _verdict(rehearsal: Rehearsal) -> str:
@@ -143,13 +155,13 @@ def _verdict(rehearsal: Rehearsal) -> str:
     placement, available = rehearsal.config.rollout.placement, _available(rehearsal)
     beside = {"colocated": ", beside an engine asleep", "embedded": ", the embedded engine left out"}.get(placement, "")
     held = {rank: float(played.most.num_bytes) for rank, played in rehearsal.played.items()}
-    if _has_other_layers(rehearsal):
-        local = max(held.values()) / GIB
+    if stand_in := _stand_in(rehearsal):
+        rehearsed = max(held.values()) / GIB
         held = {
             rank: sum(played.always.values()) + _planned_activations(rehearsal, rehearsal.roles.place(rank)[3])
             for rank, played in rehearsal.played.items()
         }
-        beside += f", with the planned activations of Transformer Engine's layers ({local:.1f} with local ones)"
+        beside += f", with the planned activations of {_of_run(rehearsal)} ({rehearsed:.1f} with {stand_in})"
     rank, most = max(held.items(), key=lambda item: item[1])
     of_gpu = (
         f"{most / GIB:.1f} of {max(0.0, available) / GIB:.1f} GiB of a GPU on {rehearsal.roles.describe(rank)}{beside}"
