@@ -1,15 +1,19 @@
-"""launch/train_dapo.py, whose rank 0 is killed in the middle of its third weight update, the one after step 2, once.
+"""launch/train_dapo.py, of which one rank is killed in the middle of its third weight update, the one after step 2
+unless an evaluation had all of its engines, once.
 
 The engines wait then, with an open session and generation paused, in a broadcast whose other end is gone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +30,14 @@ from dapo_mega.types import WeightBucket  # noqa: E402
 FATAL_UPDATE, FATAL_BUCKET = 3, 3
 
 
-def fatal_tensors() -> Iterator[torch.Tensor]:
-    """Kills the process that is about to send them: the engines have been told to receive them."""
-    time.sleep(1)  # Let the engines begin.
-    os.kill(os.getpid(), signal.SIGKILL)
-    yield torch.empty(0)
+def fatal_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Kills the first process that is about to send them: the engines have been told to receive them."""
+    marker = Path(sys.argv[sys.argv.index("--config") + 1]).with_suffix(".killed")
+    with contextlib.suppress(FileExistsError):
+        marker.touch(exist_ok=False)
+        time.sleep(1)  # Let the engines begin.
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield from tensors
 
 
 def make_an_update_fatal() -> None:
@@ -41,13 +48,13 @@ def make_an_update_fatal() -> None:
         nonlocal num_updates
         num_updates += 1
         for number, bucket in enumerate(weights(policy, *arguments), 1):
-            is_fatal = (num_updates, number) == (FATAL_UPDATE, FATAL_BUCKET)
-            yield replace(bucket, tensors=fatal_tensors()) if is_fatal else bucket
+            is_fatal = (num_updates, number) == (FATAL_UPDATE, FATAL_BUCKET) and bucket.tensors is not None
+            yield replace(bucket, tensors=fatal_tensors(bucket.tensors)) if is_fatal else bucket
 
     MegatronPolicy.weights = fatal
 
 
 if __name__ == "__main__":
-    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "0"):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         make_an_update_fatal()
     run_command(train_dapo.main)

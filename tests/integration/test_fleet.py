@@ -484,7 +484,7 @@ def check_evaluations_beside(output_dir, num_steps):
 
 
 def test_engines_wait_for_a_trainer_killed_in_a_weight_update(tmp_path, two_engines):
-    """Of two processes rank 0 is killed. The other one names no fault of its own, and torchrun starts both again, which
+    """Of two processes one is killed. The other one names no fault of its own, and torchrun starts both again, which
     have each group and each evaluation beside training once."""
     values = restarted_values(tmp_path, two_engines, 3)
     values["data"]["evaluation"] = values["data"]["train"] | {"max_rows": 4}
