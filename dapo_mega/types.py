@@ -90,6 +90,12 @@ class SamplingParams:
     num_tokens: int | None = None
     stop: tuple[str, ...] = ()
 
+    @property
+    def longest_stop(self) -> int:
+        """A text of `stop` is in the last so many tokens of a response that it ends: a token holds at least a byte of a
+        text, and some decoders leave out the space of the first one."""
+        return 1 + max((len(text.encode()) for text in self.stop), default=0)
+
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:

@@ -233,8 +233,6 @@ class RowBatch:
         self._sampling = waiting[0][1].sampling
         self._stop_ids = torch.tensor(self._sampling.stop_token_ids, dtype=torch.int64, device=model.device)
         self._decode = decode
-        # A token holds at least a byte of a text; some decoders leave out the space of the first one.
-        self._longest_stop = 1 + max((len(stop.encode()) for stop in self._sampling.stop), default=0)
         self._max_rows = min(max_rows, len(waiting))
         history = (self._max_rows, max(request.sampling.max_new_tokens for _, request in waiting))
         self._tokens = torch.empty(history, dtype=torch.int64, device=model.device)
@@ -380,7 +378,9 @@ class RowBatch:
 
     def _ends_in_stop(self, decode: Callable[[list[int]], str]) -> list[bool]:
         """Of each row, whether it has just had one of the texts that end a response."""
-        tails = (self._tokens[row, max(0, end - self._longest_stop) : end] for row, end in enumerate(self._lengths))
+        tails = (
+            self._tokens[row, max(0, end - self._sampling.longest_stop) : end] for row, end in enumerate(self._lengths)
+        )
         return [any(stop in text for stop in self._sampling.stop) for text in (decode(t.tolist()) for t in tails)]
 
     def _finish(self, finished: Tensor, stopped: Tensor) -> Iterator[FinishedRow]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from dapo_mega.types import (
     LogProbs,
     Response,
     Routes,
+    SamplingParams,
     TokenIds,
     extend_spans,
     no_routes,
@@ -240,6 +241,38 @@ def joined(request_id: int, parts: Sequence[Completion]) -> Response:
         version_spans=tuple(versions) if len(versions) > 1 else (),
         engine_spans=tuple(engines) if any(url for url, _ in engines) else (),
         routes=np.concatenate(found) if (found := [p.routes for p in parts if p.routes.size]) else no_routes(),
+    )
+
+
+def ended_by_text(
+    parts: Sequence[Completion], sampling: SamplingParams, decode: Callable[[list[int]], str]
+) -> Completion | None:
+    """The last part up to a text of `sampling.stop` that its engine did not see, as the text began in a part before or
+    ended with the last token before an abort; None if there is none."""
+    tokens, last = tokens_of(parts).tolist(), parts[-1]
+    start = len(tokens) - len(last.token_ids)
+    longest = sampling.longest_stop
+    ends = list(range(start + 1, min(start + longest, len(tokens) + 1))) if start else []
+    if last.finish == "abort":
+        ends.append(len(tokens))
+    for end in ends:
+        tail = decode(tokens[max(0, end - longest) : end])
+        if any(text in tail for text in sampling.stop):
+            return _up_to(last, end - start)
+    return None
+
+
+def _up_to(part: Completion, length: int) -> Completion:
+    """As if its engine had stopped there."""
+    before = [(version, end) for version, end in part.version_spans if end < length]
+    version = next(version for version, end in part.version_spans if end >= length)
+    return Completion(
+        part.token_ids[:length],
+        part.logprobs[:length],
+        "stop",
+        (*before, (version, length)),
+        part.url,
+        part.routes[: max(0, len(part.routes) - len(part.token_ids) + length)],
     )
 
 

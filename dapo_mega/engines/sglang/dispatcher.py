@@ -30,6 +30,7 @@ from dapo_mega.engines.sglang.api import (
     Fault,
     MalformedAnswer,
     RouteSizes,
+    ended_by_text,
     generate_payload,
     joined,
     parse_answer,
@@ -105,6 +106,7 @@ class Dispatcher:
         most_calls: int = sys.maxsize,
         adapter: str = "",
         route_sizes: RouteSizes | None = None,
+        decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         """`run` is the name of this run's weights. Callbacks: `on_trouble(url)` when a connection fails;
         `on_wrong_weights(url, weights)` when an engine answers with weights that it was not given, where `weights` is
@@ -113,7 +115,8 @@ class Dispatcher:
         A call takes at most `request_timeout_s`. After a failed call its request waits `backoff_s`, doubled each time
         and with jitter from `seed`, and then goes to another engine if there is one. At most `most_calls` are made at
         the same time, for which this process may open enough files. Calls name the LoRA `adapter`.
-        `route_sizes` are those of the experts that requests may ask for.
+        `route_sizes` are those of the experts that requests may ask for. `decode` makes text of tokens, where texts end
+        responses: an engine does not see one that begins in one call and ends in the next.
         """
         self._vocab_size = vocab_size
         self._request_timeout_s = request_timeout_s
@@ -127,6 +130,7 @@ class Dispatcher:
         self._own_run = run
         self._adapter = adapter
         self._route_sizes = route_sizes
+        self._decode = decode
         self._call_prefix = os.urandom(4).hex()
         self._router = EngineRouter(requests_per_engine)
         self._slots: dict[str, EngineSlot] = {}
@@ -335,6 +339,8 @@ class Dispatcher:
         if isinstance(outcome, Completion):
             if len(outcome.token_ids):
                 work.parts.append(outcome)
+                if self._decode and (ended := ended_by_text(work.parts, work.request.sampling, self._decode)):
+                    outcome = work.parts[-1] = ended
             if outcome.finish != "abort":
                 slot.succeeded()
                 self._end(work, "answered", joined(work.request.request_id, work.parts))

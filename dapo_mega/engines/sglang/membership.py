@@ -23,6 +23,7 @@ from http import HTTPStatus
 from typing import Literal
 
 from dapo_mega.config import RunConfig
+from dapo_mega.data.tokenizer import load_tokenizer
 from dapo_mega.engines.sglang.api import RouteSizes
 from dapo_mega.engines.sglang.dispatcher import Dispatcher
 from dapo_mega.engines.sglang.engine_client import (
@@ -145,6 +146,7 @@ class Membership:
             most_calls=max(1, int(share_of_files * raise_file_limit())),
             adapter=ADAPTER if self._config.sends_adapters else "",
             route_sizes=RouteSizes.of(self._arch) if self._arch else None,
+            decode=load_tokenizer(self._config.model.path).decode if self._config.rollout.stop else None,
         )
 
     def in_state(self, *states: State) -> list[str]:

@@ -601,6 +601,34 @@ def test_the_tokens_of_an_unasked_abort_are_kept():
     within_deadline(body)
 
 
+@pytest.mark.parametrize(
+    ("begin", "end", "inputs"),
+    [
+        pytest.param(3, 5, [3], id="at its last token"),
+        pytest.param(3, 6, [3, 8], id="over both"),
+        pytest.param(4, 9, [3, 8], id="far into the second"),
+    ],
+)
+def test_a_text_that_began_before_an_abort_ends_the_response(begin, end, inputs):
+    def text_of(tokens):
+        return "".join(chr(0x4E00 + token) for token in tokens)
+
+    async def body():
+        (engine,) = engines(1)  # It sees no such text, as SGLang does not see what an earlier call has sampled.
+        engine.fault = lambda payload: "abort" if len(engine.payloads) == 1 else None
+        async with fleet_of(engine, decode=text_of) as fleet:
+            request = make_request(max_new_tokens=10)
+            tokens = expected_tokens(request)
+            stop = replace(request.sampling, stop=("nowhere", text_of(tokens[begin:end])))
+            (answer,) = await fleet.ask(replace(request, sampling=stop))
+        assert_exact(answer, replace(request, sampling=replace(request.sampling, max_new_tokens=end)))
+        assert answer.finish_reason == "stop"
+        assert answer.engine_spans == ((engine.url, end),)
+        assert [len(payload["input_ids"]) for payload in engine.payloads] == inputs
+
+    within_deadline(body)
+
+
 def test_names_of_calls_are_no_beginnings_of_each_other():
     async def body():
         (engine,) = engines(1)
