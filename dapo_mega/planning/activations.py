@@ -472,8 +472,10 @@ class ActivationModel:
             # Of a clamped SwiGLU also the clamped gate, its sigmoid, and up + 1.
             kept = (8 if experts.swiglu_limit else 5) - (not keeps_product)
             return routing + rows * (keeps_rows * arch.hidden_size * self.element + kept * inner * self.element + 4)
-        keeps_product = keeps_product and not self._recomputes("moe_act")
-        products = inner * (2 * self.element + keeps_product * self.operand)
+        # Gate and up, of a clamped SwiGLU also clamped, and their product.
+        is_whole = not self._recomputes("moe_act")
+        clamped = is_whole and bool(experts.swiglu_limit)
+        products = inner * ((2 + 2 * clamped) * self.element + (keeps_product and is_whole) * self.operand)
         return routing + rows * (keeps_rows * arch.hidden_size * self.operand + products + 4)
 
     def _attention_plan(self) -> float:

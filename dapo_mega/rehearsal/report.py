@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from dapo_mega.config import LoraConfig
+from dapo_mega.megatron.core.layers import attends_with_sinks
 from dapo_mega.planning.adapters import adapter_numels
 from dapo_mega.planning.communication import step_traffic
 from dapo_mega.planning.memory import ASLEEP_BYTES, GIB, activation_parts, layer_kind, trainer_memory
@@ -140,8 +141,13 @@ def _stand_in(rehearsal: Rehearsal) -> str:
     if layer_kind(rehearsal.as_given) != layer_kind(rehearsal.config):
         return "local layers"
     arch, is_local = rehearsal.workload.placement.arch, layer_kind(rehearsal.config) == "local"
-    without_kernel = {"the delta rule": arch.gated_delta, "attention with sinks": arch.attention_sinks}
-    found = [name for name, is_there in without_kernel.items() if is_there and not is_local]
+    if is_local:
+        return ""
+    in_torch = {
+        "the delta rule": arch.gated_delta,
+        "attention with sinks": arch.attention_sinks and not attends_with_sinks()[0],
+    }
+    found = [name for name, is_there in in_torch.items() if is_there]
     return " and ".join(found) + " in torch" * bool(found)
 
 

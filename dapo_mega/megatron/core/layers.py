@@ -49,6 +49,21 @@ def uses_transformer_engine(config: ModelConfig) -> bool:
     return available and config.layer_implementation != "local"
 
 
+@functools.cache
+def attends_with_sinks() -> tuple[bool, bool]:
+    """Whether Transformer Engine attends with sinks over packed sequences here, in a kernel and in torch."""
+    chosen = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    asked = chosen.AttentionParams(
+        qkv_dtype=torch.bfloat16,
+        qkv_layout="thd_thd_thd",
+        attn_mask_type="padding_causal",
+        window_size=(-1, 0),
+        softmax_type="learnable",
+    )
+    _, in_kernel, in_torch = chosen.get_attention_backend(asked)[-1]
+    return bool(in_kernel), bool(in_torch)
+
+
 def is_fp8(parameter: Tensor) -> bool:
     """Whether Transformer Engine keeps this parameter in FP8."""
     return bool(is_float8tensor(parameter))

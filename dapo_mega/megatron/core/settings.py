@@ -16,7 +16,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
-from dapo_mega.megatron.core.layers import uses_transformer_engine
+from dapo_mega.megatron.core.layers import attends_with_sinks, uses_transformer_engine
 from dapo_mega.models import Architecture
 from dapo_mega.models.rope import YarnScaling
 
@@ -92,6 +92,11 @@ def _check_transformer_engine(arch: Architecture, model: ModelConfig, parallel: 
         raise InputError(
             f"{what} under parallel.context={parallel.context} is not supported by Transformer Engine's ring "
             "attention; set parallel.context=1, or model.layer_implementation=local"
+        )
+    if arch.attention_sinks and not any(attends_with_sinks()):
+        raise InputError(
+            f"{arch.model_type} has attention sinks, which this Transformer Engine does not compute for packed "
+            "sequences (2.20 does); install a newer one, or set model.layer_implementation=local"
         )
     if arch.needs_local_layers:
         raise InputError(

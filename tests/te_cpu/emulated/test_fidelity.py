@@ -1,5 +1,6 @@
 """What stands in for the compiled extension, against tables, plain torch and Transformer Engine's own Python."""
 
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from transformer_engine.common.recipe import DelayedScaling, Format
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
+from dapo_mega.megatron.core.layers import attends_with_sinks
 from tests.te_cpu import extension
 from tests.te_cpu.extension.enums import DType
 from tests.te_cpu.extension.quantization import to_fp8, values
@@ -176,6 +178,40 @@ def test_transformer_engines_modules_compute_what_plain_torch_does(dtype, limit,
     assert (output.float() - expected).norm() / expected.norm() < limit
     for mine, its in zip((inputs, *module.parameters()), plain, strict=True):
         assert (mine.grad.float() - its.grad).norm() / its.grad.norm() < limit
+
+
+@pytest.mark.skipif(not attends_with_sinks()[0], reason="this Transformer Engine has no kernel with sinks for packs")
+def test_attention_with_sinks_computes_what_plain_torch_does():
+    """A sink is one more key of each sequence, with a logit of its own for each head and no value."""
+    torch.manual_seed(0)
+    lengths, heads, groups, size = [7, 12], 4, 2, 16
+    attention = te.DotProductAttention(
+        heads, size, groups, 0.0, qkv_format="thd", attn_mask_type="padding_causal", softmax_type="learnable"
+    )
+    attention.softmax_offset.data.normal_()
+    shapes = [(sum(lengths), number, size) for number in (heads, groups, groups)]
+    packed = [torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    most = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths), "window_size": (4, 0)}
+    output = attention(*packed, cu_seqlens_q=ends, cu_seqlens_kv=ends, **most)
+    gradient = torch.randn_like(output)
+    output.backward(gradient)
+
+    plain = [p.detach().float().requires_grad_() for p in (*packed, attention.softmax_offset)]
+    queries, keys, values = (part.repeat_interleave(heads // part.shape[1], 1) for part in plain[:3])
+    expected = []
+    for start, length in zip(ends, lengths, strict=False):
+        rows = slice(start, start + length)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        logits = torch.einsum("qhd,khd->hqk", queries[rows], keys[rows]) / size**0.5
+        logits = logits.masked_fill((distance < 0) | (distance > 4), -math.inf)
+        weights = torch.cat([logits, plain[3].view(-1, 1, 1).expand(-1, length, 1)], -1).softmax(-1)[..., :-1]
+        expected.append(torch.einsum("hqk,khd->qhd", weights, values[rows]).flatten(1))
+    expected = torch.cat(expected)
+    expected.backward(gradient.float())
+    assert (output.float() - expected).norm() / expected.norm() < 1e-2
+    for mine, its in zip((*packed, attention.softmax_offset), plain, strict=True):
+        assert (mine.grad.float() - its.grad).norm() / its.grad.norm() < 1e-2
 
 
 def test_what_a_device_would_refuse_is_refused():

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from dapo_mega.config import ComputeConfig, ModelConfig, ParallelConfig
+from dapo_mega.megatron.core.layers import attends_with_sinks
 from dapo_mega.models import load_architecture
 from dapo_mega.planning.activations import ActivationModel, MicroBatchShape, peak_activations
 from dapo_mega.planning.rank_layout import RankLayout
@@ -11,11 +12,18 @@ from tests.distributed.launching import run_distributed
 from tests.distributed.test_planning import ALL_DENSE, ALL_EXPERTS, ALL_MIXED, FULL, LENGTHS, TOLERANCE, make_models
 
 ATTENTION = {"recompute": "selective"}
+ACTIVATION = {"recompute": "selective", "recompute_modules": ["moe_act"]}
+MODELS = {
+    "wide": [ALL_DENSE],
+    "experts": [ALL_EXPERTS],
+    "latent": [ALL_MIXED],
+    **({"sinks": [ALL_EXPERTS, ACTIVATION]} if attends_with_sinks()[0] else {}),
+}
 # bf16, as float32 has another attention.
 CASES = {
     f"{model}, {compute or 'no recompute'}": {"model": model, "compute": compute}
-    for model, everything in (("wide", ALL_DENSE), ("experts", ALL_EXPERTS), ("latent", ALL_MIXED))
-    for compute in ({}, ATTENTION, everything, FULL)
+    for model, own in MODELS.items()
+    for compute in ({}, ATTENTION, *own, FULL)
 }
 SETTINGS = {"dtype": "bf16", "layers": "transformer_engine", "lengths": LENGTHS, "num_micro_batches": 1}
 

@@ -95,7 +95,7 @@ def get_cublasLt_version() -> int:
 
 
 def get_cudnn_version() -> int:
-    return 91300
+    return 91800
 
 
 def get_num_cublas_streams() -> int:

@@ -36,7 +36,7 @@ _ASKED = (
 
 
 def get_fused_attn_backend(*asked: Any) -> Any:
-    """What cuDNN 9.13 on Hopper would answer for packed sequences of bfloat16, the only ones emulated here. 2.11 and
+    """What cuDNN 9.18 on Hopper would answer for packed sequences of bfloat16, the only ones emulated here. 2.11 and
     2.16 ask with arguments; newer versions with one record, and they are also told why there is no backend."""
     if len(asked) > 1:
         return _backend(SimpleNamespace(**dict(zip(_ASKED.split(), asked, strict=False))))
@@ -61,7 +61,7 @@ def _backend(asked: Any) -> NVTE_Fused_Attn_Backend:
         asked.qkv_dtype in (DType.kBFloat16, DType.kFloat16)
         and asked.qkv_layout.name.startswith(("NVTE_THD_T", "NVTE_T3HD", "NVTE_TH3D"))
         and asked.bias_type == NVTE_Bias_Type.NVTE_NO_BIAS
-        and asked.softmax_type == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
+        and asked.softmax_type != NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX
         and asked.attn_mask_type.name.startswith("NVTE_PADDING")
         and asked.dropout == 0.0
         and head_dims_fit
@@ -126,9 +126,12 @@ def fused_attn_fwd(
     qkv_layout: NVTE_QKV_Layout,
     *rest: Any,
 ) -> list[Tensor]:
-    """Output [T, heads, e], log-sum-exp [T, heads, 1] and the state of a random generator that was not used."""
+    """Output [T, heads, e], log-sum-exp [T, heads, 1] and the state of a random generator that was not used; learnable
+    sinks [1, heads, 1, 1] are handed on."""
     bias_type, attn_mask_type, _, window_size, cu_seqlens_q, cu_seqlens_kv, q, k, v, *rest = _without_formats(rest, 2)
     _, cu_seqlens_q_padded, cu_seqlens_kv_padded, *_ = rest
+    sinks = rest[8]
+    kept = [] if sinks is None else [sinks]
     _check(qkv_layout, bias_type, p_dropout)
     for name, cu, longest in (("q", cu_seqlens_q, max_seqlen_q), ("kv", cu_seqlens_kv, max_seqlen_kv)):
         assert cu.dtype == torch.int32, f"cu_seqlens_{name} must be int32"
@@ -139,7 +142,7 @@ def fused_attn_fwd(
     random_state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if q.is_meta:
         rehearsed.count(2 * _seen(cu_seqlens_q, cu_seqlens_kv, attn_mask_type) * q.shape[1] * (q.shape[2] + v.shape[2]))
-        return [output, stats, random_state]
+        return [output, stats, random_state, *kept]
     repeat = q.shape[1] // k.shape[1]
     for (q_start, q_len), (k_start, k_len) in zip(
         _segments(cu_seqlens_q, cu_seqlens_q_padded), _segments(cu_seqlens_kv, cu_seqlens_kv_padded), strict=True
@@ -148,10 +151,11 @@ def fused_attn_fwd(
         wide = [part.float().repeat_interleave(repeat, 1) for part in (k[keys], v[keys])]
         scores = _scores(q[queries].float(), wide[0], attn_scale, attn_mask_type, window_size)
         lse = scores.logsumexp(-1, keepdim=True)
+        lse = lse if sinks is None else torch.logaddexp(lse, sinks[0])
         weights = (scores - lse.nan_to_num(neginf=0.0)).exp()
         output[queries] = torch.einsum("hqk,khe->qhe", weights, wide[1]).to(q.dtype)
         stats[queries] = lse.transpose(0, 1)
-    return [output, stats, random_state]
+    return [output, stats, random_state, *kept]
 
 
 def fused_attn_bwd(
@@ -163,16 +167,17 @@ def fused_attn_bwd(
     qkv_layout: NVTE_QKV_Layout,
     *rest: Any,
 ) -> list[Tensor | None]:
-    """Gradients of q, k and v."""
+    """Gradients of q, k and v, none of a bias, and that of learnable sinks [1, heads, 1, 1]."""
     bias_type, attn_mask_type, _, window_size, _, cu_seqlens_q, cu_seqlens_kv, *rest = _without_formats(rest, 5)
     q, k, v, o, d_o, *rest = rest
     aux, cu_seqlens_q_padded, cu_seqlens_kv_padded, *_ = (x for x in rest if not isinstance(x, torch.dtype | DType))
     _check(qkv_layout, bias_type, p_dropout)
-    stats = aux[0]
+    stats, _, *sinks = aux
+    of_sinks = torch.zeros_like(sinks[0]) if sinks else None
     gradients = [torch.zeros(part.shape, dtype=part.dtype, device=part.device) for part in (q, k, v)]
     if q.is_meta:
         rehearsed.count(4 * _seen(cu_seqlens_q, cu_seqlens_kv, attn_mask_type) * q.shape[1] * (q.shape[2] + v.shape[2]))
-        return [*gradients, None, None]
+        return [*gradients, None, of_sinks]
     groups, repeat = k.shape[1], q.shape[1] // k.shape[1]
     for (q_start, q_len), (k_start, k_len) in zip(
         _segments(cu_seqlens_q, cu_seqlens_q_padded), _segments(cu_seqlens_kv, cu_seqlens_kv_padded), strict=True
@@ -184,6 +189,8 @@ def fused_attn_bwd(
         weights = (scores - stats[queries].transpose(0, 1).nan_to_num(neginf=0.0)).exp()
         of_weights = torch.einsum("qhe,khe->hqk", wide_do, wide_v)
         share = (wide_o * wide_do).sum(-1).t().unsqueeze(-1)
+        if of_sinks is not None:
+            of_sinks[0] -= ((sinks[0][0] - stats[queries].transpose(0, 1)).exp() * share).sum(1, keepdim=True)
         of_scores = weights * (of_weights - share) * attn_scale
         of_q = torch.einsum("hqk,khd->qhd", of_scores, wide_k)
         of_k = torch.einsum("hqk,qhd->khd", of_scores, wide_q)
@@ -191,7 +198,7 @@ def fused_attn_bwd(
         gradients[0][queries] = of_q.to(q.dtype)
         for gradient, wide in ((gradients[1], of_k), (gradients[2], of_v)):
             gradient[keys] = wide.view(k_len, groups, repeat, -1).sum(2).to(gradient.dtype)
-    return [*gradients, None, None]
+    return [*gradients, None, of_sinks]
 
 
 def _packed(tensor: Tensor, cu_seqlens: Tensor) -> list[tuple[slice, slice]]:
