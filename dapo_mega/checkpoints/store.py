@@ -32,6 +32,7 @@ from dapo_mega.megatron.core.checkpoint_files import (
     CheckpointWriting,
     checked_layer_states,
     load_restricted,
+    merge_layer_states,
     num_optimizers,
     random_states,
     set_random_states,
@@ -312,6 +313,7 @@ def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
         if loaded.get("fp8", model.fp8_settings) != model.fp8_settings:  # Checkpoints of earlier versions lack them.
             # The layers' FP8 states bring number formats with them, and scales that other layers lack.
             state = {key: value for key, value in state.items() if not key.endswith(_LAYER_STATE)}
+        merge_layer_states(unwrapped(chunk), state)
         with checked_layer_states():
             missing, unexpected = unwrapped(chunk).load_state_dict(state, strict=False)
         assert not unexpected

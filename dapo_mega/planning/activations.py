@@ -197,7 +197,7 @@ class ActivationModel:
         around = self._around_delta(delta) if delta else self._around_attention(number)
         mlp = "mlp.experts." if has_experts else "mlp.linear"
         return LayerBytes(
-            self._norm(self._keeps_input(number, *_INTO_ATTENTION), fused=self._fuses_norm(number)) + self._norm_behind,
+            self._norm(self.keeps_input(number, *_INTO_ATTENTION), fused=self._fuses_norm(number)) + self._norm_behind,
             self._delta_rule(delta) if delta else attention,
             around + self._adapters(number, "self_attention."),
             self._late_norm(number) + self._norm_behind,
@@ -216,7 +216,7 @@ class ActivationModel:
             if f".{module}" in found.name
         )
 
-    def _keeps_input(self, number: int, *names: str) -> bool:
+    def keeps_input(self, number: int, *names: str) -> bool:
         """Whether one of these linear layers learns, or has adapters that do, which keep it as it is."""
         return self.lora is None or (not self.lora.dropout and self._adapts(number, *names))
 
@@ -234,7 +234,7 @@ class ActivationModel:
         """The norm before the MLP. A router always keeps its input."""
         if self.placement.arch.has_experts(layer):
             return self._norm(True, fused=False)
-        return self._norm(self._keeps_input(layer, "linear_fc1"), fused=not self.is_local)
+        return self._norm(self.keeps_input(layer, "linear_fc1"), fused=not self.is_local)
 
     @property
     def _value_width(self) -> int:
@@ -300,7 +300,7 @@ class ActivationModel:
         keys, the output projection's input."""
         shared = latent.rotated_head_dim * self.element
         for name, rank in (("linear_kv_up_proj", latent.key_value_rank), ("linear_q_up_proj", latent.query_rank)):
-            shared += rank * (self.element + self._keeps_input(layer, name) * self.operand) + _FLOAT if rank else 0
+            shared += rank * (self.element + self.keeps_input(layer, name) * self.operand) + _FLOAT if rank else 0
         if not self.is_local and self._adapts(layer, "linear_kv_up_proj"):
             shared += latent.key_value_rank * self.element
         rotary = 4 * latent.rotated_head_dim * self.element
@@ -309,7 +309,7 @@ class ActivationModel:
     def _output_operand(self, layer: int) -> float:
         """Bytes of a token that the output projection keeps of its input, beside the attention's output."""
         is_kept = self.is_local or self._quantizes_attention or self._te_pads_values
-        is_kept = is_kept and self._keeps_input(layer, "linear_proj")
+        is_kept = is_kept and self.keeps_input(layer, "linear_proj")
         quantizes = self._quantizes_attention and not self.is_local
         return is_kept * self._value_width * (self.operand if quantizes else self.element)
 
@@ -420,7 +420,7 @@ class ActivationModel:
     def _te_attention_output(self, layer: int) -> float:
         """The output projection's input, which Transformer Engine's attention otherwise keeps as its own output."""
         is_kept = not (self.is_local or self._quantizes_attention or self._te_pads_values)
-        is_kept = is_kept and self._keeps_input(layer, "linear_proj")
+        is_kept = is_kept and self.keeps_input(layer, "linear_proj")
         return is_kept * self.tokens * self._value_width * self.element
 
     def _te_attention(self) -> float:
@@ -431,7 +431,7 @@ class ActivationModel:
         return self.tokens * (2 * (heads + self.placement.key_heads) * size * self.element + 4 * heads)
 
     def _dense_mlp(self, layer: int) -> float:
-        return self._mlp(self.placement.arch.ffn_hidden_size, self._keeps_input(layer, "mlp.linear_fc2"))
+        return self._mlp(self.placement.arch.ffn_hidden_size, self.keeps_input(layer, "mlp.linear_fc2"))
 
     def _mlp(self, ffn_hidden_size: int, keeps_product: bool) -> float:
         inner = ffn_hidden_size / self.placement.parallel.tensor
@@ -449,7 +449,7 @@ class ActivationModel:
         gated = self.hidden + self.shared_tokens * self.element if experts.gates_shared else 0.0
         # Its input in FP8 is its own; otherwise it is the router's too.
         own = self.shared_tokens * self.placement.arch.hidden_size * (self.operand < self.element)
-        keeps_product = self._keeps_input(layer, "shared_experts.linear_fc2")
+        keeps_product = self.keeps_input(layer, "shared_experts.linear_fc2")
         mlp = self._mlp(experts.shared_ffn_hidden_size, keeps_product) + self._adapters(layer, "mlp.shared_experts.")
         return mlp + gated + own
 
@@ -467,7 +467,7 @@ class ActivationModel:
         # Chosen experts, their scores, the map and the scores of all, the order of the rows.
         routing = self.shared_tokens * (experts.per_token * (2 * _INDEX + 4) + experts.number * 5)
         rows, inner = self.expert_rows, experts.ffn_hidden_size / parallel.expert_tensor
-        keeps_rows, keeps_product = (self._keeps_input(layer, f"linear_{name}") for name in ("fc1", "fc2"))
+        keeps_rows, keeps_product = (self.keeps_input(layer, f"linear_{name}") for name in ("fc1", "fc2"))
         if self.is_local:
             # Of a clamped SwiGLU also the clamped gate, its sigmoid, and up + 1.
             kept = (8 if experts.swiglu_limit else 5) - (not keeps_product)

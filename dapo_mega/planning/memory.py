@@ -243,10 +243,11 @@ def _adapted(model: ActivationModel) -> float:
 def _layer_gradients(model: ActivationModel) -> float:
     """Gradients within the widest part of a layer: of an MLP's product, of its gate and up (local layers: by steps), of
     its input and output, less the product's input that is free by then, which is smaller in FP8; or, when its gate and
-    up are free, of their weight and of their input (and of the residual, which for experts is small), in FP8 beside
-    both copies of their own; or of the projection that processes with shared key heads gather, twice while it is
-    scattered."""
+    up are free, clamped ones too, of their weight and of their input (and of the residual, which for experts is small),
+    in FP8 beside both copies of their own; or of the projection that processes with shared key heads gather, twice
+    while it is scattered."""
     arch, parallel = model.placement.arch, model.placement.parallel
+    clamped = 2 * bool(arch.experts and arch.experts.swiglu_limit)
     inner = arch.ffn_hidden_size / parallel.tensor
     hidden = model.tokens * arch.hidden_size
     widths = [(model.tokens * inner, hidden, 2 * inner * arch.hidden_size + 2 * hidden)]
@@ -261,7 +262,7 @@ def _layer_gradients(model: ActivationModel) -> float:
     made = [
         4 * inner + 2 * outer
         if model.is_local
-        else max(3 * inner, 2 * inner + 2 * outer, learns * (copies * inner + weight))
+        else max(3 * inner, 2 * inner + 2 * outer, learns * ((copies - clamped) * inner + weight))
         for inner, outer, weight in widths
     ]
     gradients = (size - inner * model.operand / model.element for size, (inner, *_) in zip(made, widths, strict=True))
@@ -271,7 +272,8 @@ def _layer_gradients(model: ActivationModel) -> float:
 def _experts_forward(model: ActivationModel, *, has_adapters: bool) -> float:
     """What a mixture's forward pass holds at most beside what it keeps: rows before and after they went to experts, and
     of these the output and the same in another order, or what adapters add and the sum. Where experts are cut, Megatron
-    sums outputs in float32."""
+    sums outputs in float32, as it adds biases, expert by expert, to put them together then; until then there is also
+    what frozen experts do not keep."""
     arch, parallel = model.placement.arch, model.placement.parallel
     if not arch.experts:
         return 0.0
@@ -279,4 +281,10 @@ def _experts_forward(model: ActivationModel, *, has_adapters: bool) -> float:
     summed = (cut > 1) * 4 / model.element * ((model.element < 4) + 1 / cut)
     rows = model.shared_tokens * arch.experts.per_token * cut * arch.hidden_size * model.element
     before = 1 + (parallel.expert > 1) + (model.operand < model.element)  # What is kept is then a copy in FP8.
-    return rows * (before / cut + max(2 + summed, 3 * has_adapters))
+    biased = 0.0
+    if arch.experts.has_biases:
+        layer = next(filter(arch.has_experts, range(arch.num_layers)))
+        rows_go, product_goes = (not model.keeps_input(layer, f"linear_{name}") for name in ("fc1", "fc2"))
+        product_goes = product_goes or model.operand < model.element
+        biased = 1 + 2 * 4 / model.element + rows_go + product_goes * arch.experts.ffn_hidden_size / arch.hidden_size
+    return rows * (before / cut + max(2 + summed, 3 * has_adapters, biased))

@@ -201,7 +201,8 @@ class PretendedDevice(TorchDispatchMode):
         for tensor, value in _pairs(result, known):
             if isinstance(tensor, Tensor):
                 self._hold(tensor, func)
-                tensor.known = value  # type: ignore[attr-defined]
+                if tensor.is_meta:  # Megatron does not read pickled tensors with attributes, as of scales, back.
+                    tensor.known = value  # type: ignore[attr-defined]
         self._count(func, args, kwargs, result)
         return result
 

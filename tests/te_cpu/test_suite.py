@@ -54,7 +54,9 @@ def test_rehearsals_do_what_processes_with_transformer_engines_layers_do(pytestc
     whole = pytestconfig.getoption("whole_table", False)
     result = on_the_emulated_device(REHEARSAL, *["--whole-table"] * whole)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
-    assert f"{17 if whole else 11} passed" in result.stdout
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed
+    assert int(passed[1]) >= (17 if whole else 11)
 
 
 @pytest.mark.parametrize("learning", [pytest.param("learn-fp8", marks=pytest.mark.whole_table), None])

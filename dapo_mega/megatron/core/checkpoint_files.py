@@ -23,6 +23,7 @@ from dapo_mega.megatron.core.repairs.background_writing import (
     from_snapshot,
     keep_results_in_process,
 )
+from dapo_mega.megatron.core.repairs.expert_layers import merge_layer_states
 from dapo_mega.megatron.core.repairs.offloaded_optimizer import save_as_if_not_offloaded
 from dapo_mega.megatron.core.repairs.optimizer_checkpoints import (
     allocate_adam_state,
@@ -32,7 +33,7 @@ from dapo_mega.megatron.core.repairs.optimizer_checkpoints import (
 )
 from dapo_mega.megatron.core.repairs.restricted_loading import checked_layer_states, load_restricted
 
-__all__ = ["CHECKPOINT_ERRORS", "CheckpointWriting", "checked_layer_states", "load_restricted"]
+__all__ = ["CHECKPOINT_ERRORS", "CheckpointWriting", "checked_layer_states", "load_restricted", "merge_layer_states"]
 
 CHECKPOINT_ERRORS = (CheckpointingException, CheckpointException)
 """What Megatron and torch raise where a checkpoint cannot be written or read."""

@@ -21,6 +21,7 @@ from dapo_mega.distributed import accelerator
 from dapo_mega.megatron.core.groups import ends_of_pipeline
 from dapo_mega.megatron.core.layers import block_spec, uses_transformer_engine
 from dapo_mega.megatron.core.packed_attention import PackedSegments
+from dapo_mega.megatron.core.repairs.expert_layers import let_go_of_graphs
 from dapo_mega.megatron.core.repairs.parameter_marks import correct_marks
 from dapo_mega.megatron.core.repairs.until_0_16.latent_attention import count_down_projections_once
 from dapo_mega.megatron.core.repairs.until_0_16.recompute import end_groups_with_the_last_layer
@@ -121,6 +122,7 @@ def build_chunks(
         keep_router_biases_in_float32(stage)
         count_down_projections_once(stage)
         end_groups_with_the_last_layer(stage)
+        let_go_of_graphs(stage)
     if arch.qk_norm_over_heads:
         # Where it is set, Megatron sums the gradients of these norms over tensor-parallel processes, which have the
         # weights of their own heads. It is needed until here: layers are built by it.

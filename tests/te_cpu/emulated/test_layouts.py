@@ -65,7 +65,7 @@ RECIPES = {
     for params in (False, True)
 }
 RESUMED = [("dense", f"{name}_resumed") for name in (*RECIPES, "delayed_params_last", "bf16_offload")]
-RESUMED.append(("experts", "bf16_offload_resumed"))
+RESUMED += [("experts", f"{name}_resumed") for name in ("bf16_offload", *(f"{scaling}_ep2" for scaling in RECIPES))]
 PRECISIONS = {"bf16": BF16} | {
     name: {**BF16, "compute": {"fp8": {"scaling": scaling, "params": params, "amax_history": 16}}}
     for name, (scaling, params) in RECIPES.items()
@@ -94,7 +94,8 @@ def rounded():
             f"{name}_tp2_from_vpp2x2": {**case, "parallel": TP2, "resume": f"{name}_vpp2x2"},
         }
         table["experts"][2] |= {
-            f"{name}_ep2": {**case, "parallel": {"expert": 2}},
+            f"{name}_ep2": {**case, "parallel": {"expert": 2}, "save_after": 2},
+            f"{name}_ep2_resumed": {**case, "parallel": {"expert": 2}, "resume": f"{name}_ep2"},
             f"{name}_tp2_expert_tp2": {**case, "parallel": {**TP2, "expert_tensor": 2}},
         }
     for name in RECIPES:
@@ -134,7 +135,7 @@ IN_GATE = {
         bf16_cp2_overlap_recompute delayed_params_tp2 blockwise_params_tp2
         tensorwise_params_cp2_overlap_recompute""",
     "deep": "vpp2x2 tp2_from_vpp2x2",
-    "experts": "ep2 tp2_ep2_from_ep2 tp2_expert_tp2 delayed_ep2 blockwise_params_ep2",
+    "experts": "ep2 tp2_ep2_from_ep2 tp2_expert_tp2 delayed_params_ep2 delayed_params_ep2_resumed blockwise_params_ep2",
     "latent": "tp2",
 }
 

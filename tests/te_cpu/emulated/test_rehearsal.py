@@ -1,8 +1,9 @@
 """A rehearsal with Transformer Engine's layers does what processes with them do, and holds what was planned."""
 
 import pytest
-from transformers import Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+from dapo_mega.megatron.core.layers import attends_with_sinks
 from dapo_mega.planning.memory import activation_parts
 from dapo_mega.rehearsal import device, report
 from dapo_mega.rehearsal.run import rehearse_run
@@ -83,7 +84,11 @@ def assert_sends_as_planned(rehearsal):
 
 GATHERING = {
     "adapters": {"parallel": SEQUENCE, "lora": {"rank": 2}},
-    "shared expert, recomputed": {"parallel": {**SEQUENCE, "expert": 2}, "compute.recompute": "full"},
+    "shared expert, recomputed": {
+        "parallel": {**SEQUENCE, "expert": 2},
+        "compute.recompute": "full",
+        "compute.fp8.scaling": "delayed",  # Megatron reads the scales of experts back to save them.
+    },
     "parameters of experts": {"parallel": {"expert": 2}, "compute.fp8.params": True},
     "ends in bf16": {"parallel": SEQUENCE, "compute.fp8.bf16_layers_at_ends": 1},
 }
@@ -124,15 +129,25 @@ ACTIVATIONS = {
     "experts again": {"parallel": {"expert": 2}, **REPEATS, "compute.recompute_modules": ["layernorm", "moe"]},
     "a layer again": {"parallel": SEQUENCE, "compute.recompute": "full"},
 }
+# gpt-oss: clamped experts with biases, and a sink of each head.
+BIASED = {
+    "biased experts": {"parallel": {"expert": 2}},
+    "biased experts again": {"parallel": {"expert": 2}, "compute.recompute": "full"},
+    "adapters beside biased experts": {"parallel": {"expert": 2}, "lora": {"rank": 32}},
+}
+ACTIVATIONS |= BIASED if attends_with_sinks()[0] else {}
+IN_WHOLE_TABLE = {"experts' adapters", "cut experts", "experts again", *BIASED} - {"biased experts again"}
 
 
-@pytest.mark.parametrize("case", marked(ACTIVATIONS, {"experts' adapters", "cut experts", "experts again"}))
-def test_activations_are_what_was_planned(case, tmp_path):
-    case = ACTIVATIONS[case]
-    if "expert" in str(case["parallel"]):
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-        sizes = SIZES | experts | {"num_key_value_heads": 8, "num_hidden_layers": 6}
-        model = save_random(Qwen3MoeConfig(**sizes), tmp_path)
+@pytest.mark.parametrize("name", marked(ACTIVATIONS, IN_WHOLE_TABLE))
+def test_activations_are_what_was_planned(name, tmp_path):
+    case = ACTIVATIONS[name]
+    sizes = SIZES | {"num_experts_per_tok": 2, "num_key_value_heads": 8, "num_hidden_layers": 6}
+    if name in BIASED:
+        sizes = sizes | {"intermediate_size": 256, "num_local_experts": 4, "sliding_window": 128}
+        model = save_random(GptOssConfig(**sizes), tmp_path)
+    elif "expert" in str(case["parallel"]):
+        model = save_random(Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=128), tmp_path)
     else:
         model = make_qwen3_model(tmp_path, **SIZES, num_hidden_layers=4)
     rehearsal = rehearse_run(config_of({**TWO, **case}, {False: str(model)}, 2), 2, 80 * 2**30)
