@@ -19,8 +19,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from http import HTTPStatus
-from typing import Literal
+from typing import Any, Literal
 
 from dapo_mega.config import RunConfig
 from dapo_mega.data.tokenizer import load_tokenizer
@@ -146,8 +147,16 @@ class Membership:
             most_calls=max(1, int(share_of_files * raise_file_limit())),
             adapter=ADAPTER if self._config.sends_adapters else "",
             route_sizes=RouteSizes.of(self._arch) if self._arch else None,
-            decode=load_tokenizer(self._config.model.path).decode if self._config.rollout.stop else None,
+            decode=self._text_of if self._config.rollout.stop else None,
         )
+
+    def _text_of(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens)
+        return text
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._config.model.path)
 
     def in_state(self, *states: State) -> list[str]:
         return [url for url, member in list(self.members.items()) if member.state in states]
