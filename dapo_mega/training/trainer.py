@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,6 @@ from dapo_mega.config import DistillationConfig, RunConfig
 from dapo_mega.distributed.commands import Own, command, gathered
 from dapo_mega.distributed.links import Links
 from dapo_mega.distributed.processes import Processes
-from dapo_mega.engines.embedded.engine import EmbeddedEngine
 from dapo_mega.engines.embedded.fleet import split
 from dapo_mega.errors import StopRequested
 from dapo_mega.megatron.covariance import choose_tokens
@@ -55,6 +54,9 @@ from dapo_mega.types import Answer, GenerationRequest, LogProbs, TokenIds
 from dapo_mega.weight_sync.broadcast import BroadcastSender, WeightCommands
 from dapo_mega.weight_sync.shared_memory import refuse_several_machines
 from dapo_mega.weight_sync.update import SenderPlaces
+
+if TYPE_CHECKING:
+    from dapo_mega.engines.embedded.engine import EmbeddedEngine
 
 T = TypeVar("T")
 Metrics = dict[str, float]
@@ -155,6 +157,9 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         self.policy, self.reference, self.critic, self.teachers = build_models(config, processes)
         self._lent = None
         if with_engines and config.rollout.placement == "embedded" and processes.is_leader:
+            # With transformers' models, which take a process a second to import.
+            from dapo_mega.engines.embedded.engine import EmbeddedEngine
+
             self.engine = EmbeddedEngine(
                 config.model.path,
                 torch.bfloat16 if config.engine_dtype == "bf16" else torch.float32,

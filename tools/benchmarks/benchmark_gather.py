@@ -72,7 +72,10 @@ def run(options: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_models(folder, options.megabytes)
-        measured = run_processes(_measure_all, options.processes, folder, options, folder, timeout_s=_TIMEOUT_S)
+        imports = ["dapo_mega.megatron.megatron_policy"]
+        measured = run_processes(
+            _measure_all, options.processes, folder, options, folder, timeout_s=_TIMEOUT_S, imports=imports
+        )
     return _report(options, measured)
 
 

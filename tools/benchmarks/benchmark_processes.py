@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,19 @@ import torch.distributed as dist
 from dapo_mega.errors import InputError
 
 
-def run_processes(measure: Callable[..., Any], count: int, folder: Path, *arguments: Any, timeout_s: float) -> Any:
+def run_processes(
+    measure: Callable[..., Any],
+    count: int,
+    folder: Path,
+    *arguments: Any,
+    timeout_s: float,
+    imports: Sequence[str] = (),
+) -> Any:
     """What `measure(*arguments)` returns on rank 0 of `count` processes, each with one thread, in a gloo group that
-    meets in `folder`. Raises InputError when one fails or the time is over."""
-    context = multiprocessing.get_context("spawn")
+    meets in `folder`. They are forks of one that `imports` modules. Raises InputError when one fails or the time is
+    over."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([measure.__module__, *imports])
     results = context.SimpleQueue()
     workers = [
         context.Process(target=_work, args=(rank, count, folder, results, measure, arguments), daemon=True)
