@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from dapo_mega.cli import print_once, quiet_libraries
+from dapo_mega.cli import print_once
+from dapo_mega.commands._arguments import prepare_megatron
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import InputError
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     world_size = options.gpus or config.parallel.world_size or 1
     parallel = config.parallel.model_copy(update={"world_size": world_size})
     config = config.model_copy(update={"parallel": parallel})
-    quiet_libraries()
+    prepare_megatron()
     warnings.simplefilter("ignore")
     from dapo_mega.commands.plan import assumptions_of
     from dapo_mega.commands.plan import parser as plan_parser
