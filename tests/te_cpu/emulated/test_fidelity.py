@@ -180,7 +180,7 @@ def test_transformer_engines_modules_compute_what_plain_torch_does(dtype, limit,
         assert (mine.grad.float() - its.grad).norm() / its.grad.norm() < limit
 
 
-@pytest.mark.skipif(not attends_with_sinks()[0], reason="this Transformer Engine has no kernel with sinks for packs")
+@pytest.mark.skipif(not attends_with_sinks()[0], reason="Transformer Engine's layers refuse it")
 def test_attention_with_sinks_computes_what_plain_torch_does():
     """A sink is one more key of each sequence, with a logit of its own for each head and no value."""
     torch.manual_seed(0)
