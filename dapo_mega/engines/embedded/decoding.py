@@ -378,9 +378,8 @@ class RowBatch:
 
     def _ends_in_stop(self, decode: Callable[[list[int]], str]) -> list[bool]:
         """Of each row, whether it has just had one of the texts that end a response."""
-        tails = (
-            self._tokens[row, max(0, end - self._sampling.longest_stop) : end] for row, end in enumerate(self._lengths)
-        )
+        longest = self._sampling.longest_stop
+        tails = (self._tokens[row, max(0, end - longest) : end] for row, end in enumerate(self._lengths))
         return [any(stop in text for stop in self._sampling.stop) for text in (decode(t.tolist()) for t in tails)]
 
     def _finish(self, finished: Tensor, stopped: Tensor) -> Iterator[FinishedRow]:
