@@ -16,6 +16,7 @@ from dapo_mega.distributed import accelerator
 from dapo_mega.errors import InputError
 from dapo_mega.megatron import megatron_model, megatron_policy, trained_model, value_model
 from dapo_mega.megatron.core import decoder, layers, optimization
+from dapo_mega.megatron.core import settings as megatron_settings
 from dapo_mega.models.architecture import ExpertGroups, Experts, LatentAttention
 from dapo_mega.models.rope import YarnScaling
 from dapo_mega.training import trainer
@@ -105,9 +106,10 @@ def settings(monkeypatch):
         parallel=None,
         compute=None,
         optimizer=None,
-        machine="gpu te",
+        machine="gpu te sinks",
         of="MegatronPolicy",
     ):
+        monkeypatch.setattr(megatron_settings, "attends_with_sinks", lambda: ("sinks" in machine, False))
         monkeypatch.setattr(accelerator, "has_gpu", lambda: "gpu" in machine)
         found = {"transformer_engine": "te" in machine, "fused_weight_gradient_mlp_cuda": "apex" in machine}
         monkeypatch.setattr(layers.importlib.util, "find_spec", lambda name: found.get(name) or None)
@@ -530,6 +532,7 @@ def test_a_runs_reference_and_critic_compute_as_its_policy(settings, scaling):
     [
         ({"arch": {"norms": "behind"}}, "not supported on Transformer Engine's layers; set model.layer_implementation"),
         ({"arch": {"attention_sinks": True}, "parallel": {"context": 2}}, "attention sinks under parallel.context=2"),
+        ({"arch": {"attention_sinks": True}, "machine": "gpu te"}, "attention sinks, which this Transformer Engine does"),
     ],
 )
 def test_what_transformer_engine_does_not_compute_is_refused(settings, changes, message):
