@@ -532,7 +532,7 @@ def test_a_runs_reference_and_critic_compute_as_its_policy(settings, scaling):
     [
         ({"arch": {"norms": "behind"}}, "not supported on Transformer Engine's layers; set model.layer_implementation"),
         ({"arch": {"attention_sinks": True}, "parallel": {"context": 2}}, "attention sinks under parallel.context=2"),
-        ({"arch": {"attention_sinks": True}, "machine": "gpu te"}, "attention sinks, which this Transformer Engine does"),
+        ({"arch": {"attention_sinks": True}, "machine": "gpu te"}, "sinks, which this Transformer Engine does not"),
     ],
 )
 def test_what_transformer_engine_does_not_compute_is_refused(settings, changes, message):
