@@ -326,12 +326,13 @@ class ActivationModel:
         return chunks * _DELTA_CHUNK * heads * row_floats * _FLOAT
 
     def _around_delta(self, delta: "GatedDelta") -> float:
-        """The convolution's input and output, keys and queries before their norm, decays, the norm behind the rule,
-        its gate in float32, the output projection's input."""
+        """The convolution's input (for Triton kernels a view of the whole projection) and output, keys and queries
+        before their norm, decays, the norm behind the rule, its gate in float32, the output projection's input."""
         heads = self._delta_heads(delta)
         values = heads * delta.value_head_dim
         channels = sum(delta.sections[:3]) / self.placement.parallel.tensor
-        convolution = (2 * channels - values) * self.element if not self.is_local else 3 * channels * self.element
+        projected = sum(delta.sections) / self.placement.parallel.tensor
+        convolution = (3 * channels if self.is_local else projected + channels - values) * self.element
         gate = values * (3 * self.element + 2 * _FLOAT)
         return self.tokens * (convolution + gate + heads * (4 * _FLOAT + self.element))
 

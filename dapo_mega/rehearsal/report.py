@@ -279,8 +279,15 @@ def _traffic_lines(rehearsal: Rehearsal) -> Iterator[str]:
 
 
 def _of_step(played: Played) -> Iterator[Event]:
-    """A rank's communications of the device's tensors in scoring and updates."""
-    return (event for event in played.events if not event.is_host and event.phase in ("score", "update"))
+    """A rank's communications of the device's tensors in scoring and updates. Parameters that the first pass of all
+    waits for, also if it only finds scales, are those of the update before."""
+    of_step = ("score", "update")
+    return (
+        event
+        for event in played.events
+        if not event.is_host
+        and (event.phase in of_step or (event.phase == "scales" and "DATA_PARALLEL" in event.group.purpose))
+    )
 
 
 def _calls(played: Played, purpose: str) -> int:

@@ -54,9 +54,10 @@ def test_rehearsals_do_what_processes_with_transformer_engines_layers_do(pytestc
     whole = pytestconfig.getoption("whole_table", False)
     result = on_the_emulated_device(REHEARSAL, *["--whole-table"] * whole)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
-    passed = re.search(r"(\d+) passed", result.stdout)
-    assert passed
-    assert int(passed[1]) >= (17 if whole else 11)
+    outcomes = {outcome: int(number) for number, outcome in re.findall(r"(\d+) (passed|skipped)", result.stdout)}
+    # Of gpt-oss and gated delta layers, which older versions of Transformer Engine and Megatron-Core do not compute.
+    all_, newer = (22, 4) if whole else (13, 1)
+    assert outcomes == {"passed": all_ - newer, "skipped": newer} if "refuse it" in result.stdout else {"passed": all_}
 
 
 @pytest.mark.parametrize("learning", [pytest.param("learn-fp8", marks=pytest.mark.whole_table), None])

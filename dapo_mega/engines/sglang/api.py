@@ -249,9 +249,11 @@ def ended_by_text(
 ) -> Completion | None:
     """The last part up to a text of `sampling.stop` that its engine did not see, as the text began in a part before or
     ended with the last token before an abort; None if there is none."""
-    tokens, last = tokens_of(parts).tolist(), parts[-1]
+    last = parts[-1]
+    if len(parts) == 1 and last.finish != "abort":
+        return None
+    tokens, longest = tokens_of(parts).tolist(), sampling.longest_stop
     start = len(tokens) - len(last.token_ids)
-    longest = sampling.longest_stop
     ends = list(range(start + 1, min(start + longest, len(tokens) + 1))) if start else []
     if last.finish == "abort":
         ends.append(len(tokens))

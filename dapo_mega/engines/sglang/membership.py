@@ -147,12 +147,9 @@ class Membership:
             most_calls=max(1, int(share_of_files * raise_file_limit())),
             adapter=ADAPTER if self._config.sends_adapters else "",
             route_sizes=RouteSizes.of(self._arch) if self._arch else None,
-            decode=self._text_of if self._config.rollout.stop else None,
+            # Loaded when the first call is cut off.
+            decode=(lambda tokens: self._tokenizer.decode(tokens)) if self._config.rollout.stop else None,
         )
-
-    def _text_of(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens)
-        return text
 
     @cached_property
     def _tokenizer(self) -> Any:

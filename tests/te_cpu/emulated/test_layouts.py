@@ -135,7 +135,8 @@ IN_GATE = {
         bf16_cp2_overlap_recompute delayed_params_tp2 blockwise_params_tp2
         tensorwise_params_cp2_overlap_recompute""",
     "deep": "vpp2x2 tp2_from_vpp2x2",
-    "experts": "ep2 tp2_ep2_from_ep2 tp2_expert_tp2 delayed_params_ep2 delayed_params_ep2_resumed blockwise_params_ep2",
+    "experts": """ep2 tp2_ep2_from_ep2 tp2_expert_tp2 delayed_ep2 delayed_params_ep2 delayed_params_ep2_resumed
+        blockwise_params_ep2""",
     "latent": "tp2",
 }
 

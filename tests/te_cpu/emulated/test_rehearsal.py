@@ -1,7 +1,7 @@
 """A rehearsal with Transformer Engine's layers does what processes with them do, and holds what was planned."""
 
 import pytest
-from transformers import GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig, Qwen3NextConfig
 
 from dapo_mega.megatron.core.layers import attends_with_sinks
 from dapo_mega.planning.memory import activation_parts
@@ -10,7 +10,8 @@ from dapo_mega.rehearsal.run import rehearse_run
 from tests.distributed.launching import run_distributed
 from tests.distributed.tables import marked
 from tests.distributed.test_rehearsal import LONG, compare, config_of, really
-from tests.distributed.tiny import make_qwen3_model, save_random
+from tests.distributed.tiny import has_delta, make_qwen3_model, save_random
+from tests.te_cpu.emulated import delta_kernels
 
 SEQUENCE = {"tensor": 2, "sequence": True}
 SIZES = {
@@ -84,11 +85,9 @@ def assert_sends_as_planned(rehearsal):
 
 GATHERING = {
     "adapters": {"parallel": SEQUENCE, "lora": {"rank": 2}},
-    "shared expert, recomputed": {
-        "parallel": {**SEQUENCE, "expert": 2},
-        "compute.recompute": "full",
-        "compute.fp8.scaling": "delayed",  # Megatron reads the scales of experts back to save them.
-    },
+    "shared expert, recomputed": {"parallel": {**SEQUENCE, "expert": 2}, "compute.recompute": "full"},
+    # Megatron reads them back to save them.
+    "scales of experts": {"parallel": {"expert": 2}, "compute.fp8.scaling": "delayed"},
     "parameters of experts": {"parallel": {"expert": 2}, "compute.fp8.params": True},
     "ends in bf16": {"parallel": SEQUENCE, "compute.fp8.bf16_layers_at_ends": 1},
 }
@@ -130,22 +129,38 @@ ACTIVATIONS = {
     "a layer again": {"parallel": SEQUENCE, "compute.recompute": "full"},
 }
 # gpt-oss: clamped experts with biases, and a sink of each head.
+DELTA = {
+    "shared_expert_intermediate_size": 256,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
 BIASED = {
     "biased experts": {"parallel": {"expert": 2}},
     "biased experts again": {"parallel": {"expert": 2}, "compute.recompute": "full"},
     "adapters beside biased experts": {"parallel": {"expert": 2}, "lora": {"rank": 32}},
 }
-ACTIVATIONS |= BIASED if attends_with_sinks()[0] else {}
-IN_WHOLE_TABLE = {"experts' adapters", "cut experts", "experts again", *BIASED} - {"biased experts again"}
+ACTIVATIONS |= BIASED
+ACTIVATIONS["delta rule"] = {"parallel": {"expert": 2}}
+IN_WHOLE_TABLE = {"experts' adapters", "cut experts", "experts again", *BIASED, "delta rule"} - {"biased experts again"}
 
 
 @pytest.mark.parametrize("name", marked(ACTIVATIONS, IN_WHOLE_TABLE))
-def test_activations_are_what_was_planned(name, tmp_path):
+def test_activations_are_what_was_planned(name, tmp_path, monkeypatch):
     case = ACTIVATIONS[name]
     sizes = SIZES | {"num_experts_per_tok": 2, "num_key_value_heads": 8, "num_hidden_layers": 6}
     if name in BIASED:
+        if not attends_with_sinks()[0]:
+            pytest.skip("Transformer Engine's layers refuse it")
         sizes = sizes | {"intermediate_size": 256, "num_local_experts": 4, "sliding_window": 128}
         model = save_random(GptOssConfig(**sizes), tmp_path)
+    elif name == "delta rule":
+        if not has_delta():
+            pytest.skip("this Megatron-Core has no gated delta layers for packs")
+        delta_kernels.stand_in(monkeypatch)
+        sizes = sizes | {"num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_size": 128} | DELTA
+        model = save_random(Qwen3NextConfig(**sizes), tmp_path)
     elif "expert" in str(case["parallel"]):
         model = save_random(Qwen3MoeConfig(**sizes, num_experts=4, moe_intermediate_size=128), tmp_path)
     else:
