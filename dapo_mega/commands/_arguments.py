@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dapo_mega.cli import leave_at_sigterm, quiet_libraries
+from dapo_mega.cli import leave_at_sigterm, loading, quiet_libraries
 
 if TYPE_CHECKING:
     from dapo_mega.config import RunConfig, SftConfig
@@ -72,6 +72,7 @@ def load_to_train(kind: type[ConfigT], arguments: argparse.Namespace) -> ConfigT
 def prepare_megatron() -> None:
     """Let Megatron-Core be imported, also without a GPU, and say nothing that helps nobody."""
     quiet_libraries()
-    from dapo_mega.megatron.core.repairs import cpu_accelerator
+    with loading():
+        from dapo_mega.megatron.core.repairs import cpu_accelerator
 
-    cpu_accelerator.install()
+        cpu_accelerator.install()

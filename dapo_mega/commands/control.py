@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 
-from dapo_mega.cli import leave_at_sigterm, run_command
+from dapo_mega.cli import leave_at_sigterm, loading, run_command
 from dapo_mega.commands._arguments import load_to_train, parse_training_arguments, prepare_megatron
 from dapo_mega.config import RunConfig
 
@@ -16,7 +16,8 @@ def main() -> None:
     """Command the run that the arguments name, until it ends."""
     arguments = parse_training_arguments("Command a run from a process of its own, which trainers find by its folder.")
     if config := load_to_train(RunConfig, arguments):
-        from dapo_mega.training.controller import control
+        with loading():
+            from dapo_mega.training.controller import control
 
         own = config.controller.model_copy(update={"own_process": True})
         control(config.model_copy(update={"controller": own}), accept_changes=arguments.accept_changes)
@@ -26,7 +27,8 @@ def _of_trainer() -> None:
     """Command the run of the trainer that has started this process, whose torchrun may be the second argument."""
     leave_at_sigterm("the run was stopped by SIGTERM before it began; start the same command again")
     prepare_megatron()
-    from dapo_mega.training.controller import control
+    with loading():
+        from dapo_mega.training.controller import control
 
     config, accept_changes = pickle.load(sys.stdin.buffer)
     launcher = int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid()

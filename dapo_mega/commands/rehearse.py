@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from dapo_mega.cli import print_once
+from dapo_mega.cli import loading, print_once
 from dapo_mega.commands._arguments import prepare_megatron
 from dapo_mega.config import RunConfig, load_config
 from dapo_mega.errors import InputError
@@ -37,13 +37,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = config.model_copy(update={"parallel": parallel})
     prepare_megatron()
     warnings.simplefilter("ignore")
-    from dapo_mega.commands.plan import assumptions_of
-    from dapo_mega.commands.plan import parser as plan_parser
-    from dapo_mega.planning.estimate import estimate
-    from dapo_mega.planning.plan import describe_run
-    from dapo_mega.planning.report import time_lines
-    from dapo_mega.rehearsal.report import report
-    from dapo_mega.rehearsal.run import rehearse_run
+    with loading():
+        from dapo_mega.commands.plan import assumptions_of
+        from dapo_mega.commands.plan import parser as plan_parser
+        from dapo_mega.planning.estimate import estimate
+        from dapo_mega.planning.plan import describe_run
+        from dapo_mega.planning.report import time_lines
+        from dapo_mega.rehearsal.report import report
+        from dapo_mega.rehearsal.run import rehearse_run
 
     for line in describe_run(config, world_size):
         print_once(line)

@@ -3,6 +3,7 @@
 The same code as `launch/train_sft.py`, which torchrun takes. Resumes if the run's folder has a checkpoint.
 """
 
+from dapo_mega.cli import loading
 from dapo_mega.commands._arguments import load_to_train, parse_training_arguments
 
 
@@ -11,6 +12,7 @@ def main() -> None:
     from dapo_mega.config import SftConfig
 
     if config := load_to_train(SftConfig, arguments):
-        from dapo_mega.training.sft import run_sft
+        with loading():
+            from dapo_mega.training.sft import run_sft
 
         run_sft(config, accept_changes=arguments.accept_changes)

@@ -4,6 +4,7 @@ The same code as `launch/train_dapo.py`, which torchrun takes. Also runs as a si
 folder has a checkpoint.
 """
 
+from dapo_mega.cli import loading
 from dapo_mega.commands._arguments import load_to_train, parse_training_arguments
 
 
@@ -12,6 +13,7 @@ def main() -> None:
     from dapo_mega.config import RunConfig
 
     if config := load_to_train(RunConfig, arguments):
-        from dapo_mega.training.run import run_training
+        with loading():
+            from dapo_mega.training.run import run_training
 
         run_training(config, accept_changes=arguments.accept_changes)

@@ -160,7 +160,6 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
     connections: dict[int, Connection] = {}
     processes: dict[int, multiprocessing.context.ForkProcess] = {}
     gc.unfreeze()  # What is frozen is in no list of objects.
-    gc.collect()
     # In no rehearsed rank may a group of this process end: its threads are not there. Megatron remembers some where
     # nothing else knows them, such as in the cache of a method. A module's own referents are left out: those of Python
     # 3.12's asyncio are also futures that it has freed, and would free again.

@@ -13,6 +13,7 @@ from dapo_mega.batching.plan import PackingLayout
 from dapo_mega.batching.step import StepBatch
 from dapo_mega.checkpoints.hf_export import save_adapter, save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState, find_damage_in_share
+from dapo_mega.cli import look_past_what_is_there
 from dapo_mega.config import TrainingConfig
 from dapo_mega.distributed.commands import Commanded, Own, command, gathered
 from dapo_mega.distributed.links import Links
@@ -72,7 +73,7 @@ class ModelTrainer(Commanded, Generic[ConfigT]):
         """From now on there is something to save when the run is to stop. Megatron collects garbage at each checkpoint:
         what is there now need not be looked at again."""
         gc.collect()
-        gc.freeze()
+        look_past_what_is_there()
         self._began()
 
     def newest_checkpoint(self) -> tuple[Path | None, list[str]]:

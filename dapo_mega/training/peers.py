@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import platform
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -99,7 +99,7 @@ class Peers:
         if self._num_machines == 1 or os.environ.get("LOCAL_RANK") != "0":
             return
         if self._machine:
-            self._store.set(f"name_{self._machine}", platform.node())
+            self._store.set(f"name_{self._machine}", socket.gethostname())
             self._store.add(f"signs_{self._machine}", 1)
             return
         for machine in range(1, self._num_machines):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class LockHolder:
     def this_process(cls) -> LockHolder:
         return cls(
             token=secrets.token_hex(8),
-            host=platform.node(),
+            host=socket.gethostname(),
             machine=_machine(),
             pid=os.getpid(),
             start_ticks=_start_ticks(os.getpid()),
@@ -233,5 +233,5 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        return platform.node()
+        return socket.gethostname()
     return f"{boot} {namespace}"

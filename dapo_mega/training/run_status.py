@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import platform
+import socket
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -56,7 +56,7 @@ class RunStatus:
             "continue": can_continue,
             "step": self.completed_step(),
             "message": " ".join(message.split()),
-            "host": platform.node(),
+            "host": socket.gethostname(),
             "pid": os.getpid(),
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         }

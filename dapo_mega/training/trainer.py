@@ -6,7 +6,7 @@ the batch, the scores and what the updates computed stay with the processes that
 
 from __future__ import annotations
 
-import platform
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -182,7 +182,7 @@ class Trainer(ModelTrainer[RunConfig], WeightCommands):
         from dapo_mega.weight_sync.transports import make_sender
 
         self.sender = make_sender(self._config, self.processes)
-        return platform.node(), self.sender.places if isinstance(self.sender, BroadcastSender) else None
+        return socket.gethostname(), self.sender.places if isinstance(self.sender, BroadcastSender) else None
 
     def load_engines(self, version: int) -> None:
         """Give the weights to the embedded engines."""

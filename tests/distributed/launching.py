@@ -77,7 +77,7 @@ def free_port() -> int:
 
 
 @cache
-def _forkserver() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
     """Its processes are forks of one that has imported the package, which takes longer than what most of them do."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preloaded"])
@@ -95,8 +95,8 @@ def _become(variables: dict[str, str], log: str, errors: str | None = None) -> N
     os.environ.update(variables)
 
 
-def _run(variables: dict[str, str], log: str, script: str, arguments: list[str], errors: str | None = None) -> None:
-    """What `python script *arguments` does."""
+def run_with(variables: dict[str, str], log: str, script: str, arguments: list[str], errors: str | None = None) -> None:
+    """What `python script *arguments` does with these environment variables, and its output in a file."""
     _become(variables, log, errors)
     run_as_main(script, arguments)
 
@@ -139,7 +139,7 @@ def _start(target: Callable[..., None], world_size: int, log_dir: Path, *argumen
     workers = []
     for rank in range(world_size):
         first = (environment(rank, world_size, port), str(log_dir / f"rank_{rank}.log"))
-        worker = _forkserver().Process(target=target, args=(*first, *arguments))
+        worker = fork_server().Process(target=target, args=(*first, *arguments))
         worker.start()
         workers.append(worker)
     return workers
@@ -147,7 +147,7 @@ def _start(target: Callable[..., None], world_size: int, log_dir: Path, *argumen
 
 def start_workers(script: Path, world_size: int, arguments: Sequence[str], log_dir: Path) -> list[BaseProcess]:
     """Start the processes; what rank r prints goes to `log_dir/rank_r.log`."""
-    return _start(_run, world_size, log_dir, str(script), list(arguments))
+    return _start(run_with, world_size, log_dir, str(script), list(arguments))
 
 
 def start_script(script: Path, arguments: Sequence[object], log: Path, errors: Path | None = None) -> BaseProcess:
@@ -155,7 +155,7 @@ def start_script(script: Path, arguments: Sequence[object], log: Path, errors: P
     get a file of their own."""
     variables = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     given = ({**variables, **_SETTINGS}, str(log), str(script), list(map(str, arguments)))
-    process = _forkserver().Process(target=_run, args=(*given, str(errors) if errors else None))
+    process = fork_server().Process(target=run_with, args=(*given, str(errors) if errors else None))
     process.start()
     return process
 

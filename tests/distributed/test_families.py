@@ -15,6 +15,7 @@ from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes
 
 from .launching import run_distributed
+from .tables import run_now
 from .tiny import FAMILIES, FAMILY_MODELS, make_samples, with_routes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -67,9 +68,14 @@ LAYOUTS = {
     "tp2_pp2_ep2": Case(4, {**TP2, "pipeline": 2, "expert": 2}, MIXTURES),
     "tp2_pp2_ep2_bf16": Case(4, {**TP2, "pipeline": 2, "expert": 2}, some_of(MIXTURES, LEARNERS), "bf16"),
 }
+WHOLE_TABLE = {"tp2_sp", "pp2", "ep2"}  # Those with 4 processes have them together.
 PAIRS = [(layout, model) for layout, case in LAYOUTS.items() for model in case.models]
 IN_FLOAT32 = [(layout, model) for layout, model in PAIRS if LAYOUTS[layout].dtype == "fp32" and layout != "one"]
 LEARNING = [(layout, model) for layout, model in IN_FLOAT32 if model in LEARNERS]
+
+
+def in_gate_or_not(pairs):
+    return [pytest.param(*pair, marks=pytest.mark.whole_table if pair[0] in WHOLE_TABLE else ()) for pair in pairs]
 
 
 def load_score_and_learn(layouts, checkpoints):
@@ -129,11 +135,12 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(checkpoints):
+def results(checkpoints, pytestconfig):
     """layout -> model -> results by rank."""
-    by_layout = {}
-    for num_processes in sorted({case.num_processes for case in LAYOUTS.values()}):
-        layouts = {name: case for name, case in LAYOUTS.items() if case.num_processes == num_processes}
+    by_layout, table = {}, {}
+    for name, case in LAYOUTS.items():
+        table.setdefault(case.num_processes, {})[name] = case
+    for num_processes, layouts in run_now(table, WHOLE_TABLE, pytestconfig).items():
         by_rank = run_distributed(load_score_and_learn, num_processes, layouts, checkpoints, timeout_s=600)
         for name, case in layouts.items():
             by_layout[name] = {model: [results[name][model] for results in by_rank] for model in case.models}
@@ -146,7 +153,7 @@ def assert_same_tensors(given, expected, **tolerances):
         torch.testing.assert_close(given[name], tensor, **tolerances, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize(("layout", "model"), PAIRS)
+@pytest.mark.parametrize(("layout", "model"), in_gate_or_not(PAIRS))
 def test_a_checkpoint_comes_back_bit_by_bit(results, checkpoints, layout, model):
     on_disk = load_file(checkpoints[model] / "model.safetensors")
     dtype = DTYPES[LAYOUTS[layout].dtype]
@@ -155,7 +162,7 @@ def test_a_checkpoint_comes_back_bit_by_bit(results, checkpoints, layout, model)
     assert_same_tensors(results[layout][model][0]["weights"], expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("layout", "model"), IN_FLOAT32)
+@pytest.mark.parametrize(("layout", "model"), in_gate_or_not(IN_FLOAT32))
 def test_logprobs_do_not_depend_on_the_layout(results, layout, model):
     (alone,) = results["one"][model]
     given = torch.cat([result["logprobs"] for result in results[layout][model] if "logprobs" in result])
@@ -166,7 +173,7 @@ def test_logprobs_do_not_depend_on_the_layout(results, layout, model):
     torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("layout", "model"), LEARNING)
+@pytest.mark.parametrize(("layout", "model"), in_gate_or_not(LEARNING))
 def test_a_supervised_step_does_not_depend_on_the_layout(results, layout, model):
     alone, given = results["one"][model][0], results[layout][model][0]
     assert_same_tensors(given["updated"], alone["updated"], rtol=1e-5, atol=1e-6)

@@ -105,9 +105,10 @@ DROPOUT = {
 
 # What the gate has in a combination.
 WHOLE_TABLE = {
-    "dense": ("recompute", "tp2", "embedding_alone", "tp2_from_embedding_alone"),
+    "dense": ("recompute", "tp2", "output_alone", "embedding_alone", "tp2_from_embedding_alone"),
     "experts": ("tp2_ep2", "tp2_expert_tp2"),
     "parts": ("tp2",),
+    "fused": ("tp2",),
     "latent": ("tp2_ep2",),
 }
 

@@ -29,6 +29,7 @@ from dapo_mega.megatron.token_advantages import (
 from dapo_mega.samples.token_values import by_trajectory, runs_of
 
 from .launching import REPOSITORY, run_distributed
+from .tables import marked, run_now
 from .tiny import make_model, make_samples, prompt_length
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -44,6 +45,8 @@ LAYOUTS = {
     },
     4: {"context_and_data": {"parallel": {"context": 2}}},
 }
+NAMES = [name for cases in LAYOUTS.values() for name in cases]
+WHOLE_TABLE = {"data", "context"}  # The gate has them together.
 OWN_CODE = REPOSITORY / "configs" / "recipes" / "own_loss" / "my_loss.py"
 OWN_LOSSES = Path(__file__).with_name("own_losses.py")
 # Of every policy loss and every weighting one; KL in the reward for whole responses and token by token.
@@ -165,15 +168,15 @@ def _with_penalties(micro_batches, scores, algorithm, processes):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, pytestconfig):
     model = make_model(tmp_path_factory.mktemp("methods") / "model", tied=False, num_layers=2)
     found = {}
-    for world_size, cases in LAYOUTS.items():
+    for world_size, cases in run_now(LAYOUTS, WHOLE_TABLE, pytestconfig).items():
         found |= run_distributed(updates_of, world_size, model, cases, timeout_s=300)[0]
     return found
 
 
-@pytest.mark.parametrize("layout", [name for cases in LAYOUTS.values() for name in cases if name != "one"])
+@pytest.mark.parametrize("layout", marked((name for name in NAMES if name != "one"), WHOLE_TABLE))
 def test_every_method_learns_the_same_under_every_layout(results, layout):
     expected, got = results["one"], results[layout]
     for method in METHODS:
@@ -185,7 +188,7 @@ def test_every_method_learns_the_same_under_every_layout(results, layout):
         )
 
 
-@pytest.mark.parametrize("layout", [name for cases in LAYOUTS.values() for name in cases])
+@pytest.mark.parametrize("layout", marked(NAMES, WHOLE_TABLE))
 def test_every_tokens_log_prob_reaches_its_place_in_the_samples(results, layout):
     for i, (sample, got, expected) in enumerate(
         zip(make_samples(NUM_SAMPLES), results[layout][2], results["one"][2], strict=True)

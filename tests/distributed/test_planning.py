@@ -13,6 +13,7 @@ from dapo_mega.planning.rank_layout import RankLayout
 
 from .allocations import allocated
 from .launching import run_distributed
+from .tables import run_now
 from .tiny import has_delta
 
 TOLERANCE = 0.03
@@ -112,6 +113,13 @@ if has_delta():
     ONE_PROCESS["hybrid_recomputed"] = ("hybrid", "fp32", {}, ALL_EXPERTS)
     TWO_PROCESSES["hybrid_cut"] = ("hybrid", "fp32", {"tensor": 2, "sequence": True, "expert_tensor": 2}, {})
     TWO_PROCESSES["hybrid_context"] = ("hybrid", "fp32", {"context": 2}, {})
+# What the gate has in another case, with a switch more or in the other precision.
+WHOLE_TABLE = {
+    "attention_recomputed", "much_recomputed", "all_recomputed", "unfused", "one_length_bf16", "one_length_recomputed",
+    "windowed", "sinks", "norms_behind", "norms_around", "experts", "shared_expert", "latent", "one_length_latent",
+    "one_length_latent_recomputed", "critic", "tensor", "shared_key_normed", "interleaved", "context", "pipeline",
+    "data", "norms_behind_sequence", "experts_spread", "critic_sequence", "critic_context",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +237,8 @@ def make_models(folder):
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(("cases", "world_size"), [(ONE_PROCESS, 1), (TWO_PROCESSES, 2)], ids=["one", "two"])
-def test_planned_bytes_are_those_that_megatron_allocates(cases, world_size, models):
+def test_planned_bytes_are_those_that_megatron_allocates(cases, world_size, models, pytestconfig):
+    (cases,) = run_now({world_size: cases}, WHOLE_TABLE, pytestconfig).values()
     described = [
         {
             "name": name,

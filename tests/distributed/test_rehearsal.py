@@ -31,15 +31,15 @@ TP2 = {"tensor": 2, "sequence": True}
 # What remains of four processes is data parallel.
 LAYOUTS = {
     "dp4": {},
-    "tp2": {"tensor": 2},
     "tp4_two_processes_to_a_key_head": {"tensor": 4, "sequence": True},
-    "pp4": {"pipeline": 4},
     "tp2_vpp2x2": {**TP2, "pipeline": 2, "virtual_pipeline": 2},
-    "tp2_cp2": {**TP2, "context": 2},
     "cp2_pp2": {"context": 2, "pipeline": 2},
 }
 # The table above has each of these in a combination.
 SINGLE = {
+    "tp2": {"tensor": 2},
+    "pp4": {"pipeline": 4},
+    "tp2_cp2": {**TP2, "context": 2},
     "tp2_sequence": TP2,
     "pp2": {"pipeline": 2},
     "vpp2x2": {"pipeline": 2, "virtual_pipeline": 2},
@@ -47,7 +47,6 @@ SINGLE = {
 }
 SPREAD = {
     "tp2_ep4": {**TP2, "expert": 4},
-    "pp2_ep2": {"pipeline": 2, "expert": 2},
     "tp2_ep2_etp2": {**TP2, "expert": 2, "expert_tensor": 2},
 }
 OVERLAPS = {"compute.overlap_grad_reduce": True, "compute.overlap_param_gather": True}
@@ -57,7 +56,6 @@ CASES = {
     "tp2_recomputed": {"parallel": TP2, "compute.recompute": "full"},
     **{name: {"parallel": parallel, "has_experts": True} for name, parallel in SPREAD.items()},
     "tp2_pp2_lora_sent": {"parallel": {**TP2, "pipeline": 2}, "lora": {"rank": 4, "send": "adapters"}},
-    "ep2_lora": {"parallel": {"expert": 2}, "lora": {"rank": 4}, "has_experts": True},
     "tp2_ep2_latent": {"parallel": {**TP2, "expert": 2}, "kind": "latent"},
     **({"tp2_delta": {"parallel": TP2, "kind": "delta"}} if has_delta() else {}),
     "tp2_pp2_distilled": {
@@ -75,6 +73,8 @@ CASES = {
 WHOLE_TABLE = {
     **{name: {"parallel": parallel} for name, parallel in SINGLE.items()},
     "ep2": {"parallel": {"expert": 2}, "has_experts": True},
+    "ep2_lora": {"parallel": {"expert": 2}, "lora": {"rank": 4}, "has_experts": True},
+    "pp2_ep2": {"parallel": {"pipeline": 2, "expert": 2}, "has_experts": True},
     "pp2_embedding_alone": {"parallel": {"pipeline": 2, "pipeline_layout": [0, 4]}},
     "vpp2x2_ends_alone": {"parallel": {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": [0, 3, 1, 0]}},
     "tp2_unfused": {"parallel": TP2, "compute.fused_output_layer": False},

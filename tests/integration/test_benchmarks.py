@@ -73,25 +73,24 @@ def test_every_benchmark_is_run_by_a_test():
     assert set(NAMES) == set(SMALLEST) == set(FORMS)
 
 
-def printed_by_fork(name, folder):
+def printed_by_fork(name, folder, *more):
     """The same of a fork of a process that has imported the package."""
     errors = folder / "errors"
     left = ["--output", folder / "runs"] if name == "simulation" else []
-    arguments = [name, *shlex.split(SMALLEST[name]), *left]
+    arguments = [name, *shlex.split(SMALLEST[name]), *left, *more]
     status, printed = run_script(REPOSITORY / "tools" / "benchmark.py", arguments, 300, errors)
     assert status == 0, errors.read_text()[-3000:]
     return form(printed)
 
 
 def test_a_benchmark_prints_its_table(tmp_path):
-    special = {"step", "page", "fp8_drift", "senders", "weight_sync", "gather"}
+    special = {"step", "page", "fp8_drift", "senders", "weight_sync"}
     printed = {name: printed_by_fork(name, tmp_path) for name in SMALLEST if name not in special}
-    printed["gather"] = printed_by("gather")  # Its own processes start anew anyway.
     assert printed == {name: FORMS[name] for name in printed}
 
 
-def test_the_benchmark_of_a_step_measures_both_sides(peer):
-    assert printed_by("step", "--peer-python", peer) == FORMS["step"]
+def test_the_benchmark_of_a_step_measures_both_sides(peer, tmp_path):
+    assert printed_by_fork("step", tmp_path, "--peer-python", peer) == FORMS["step"]
 
 
 @pytest.mark.skipif(find_browser() is None, reason=MISSING)

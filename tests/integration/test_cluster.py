@@ -16,7 +16,8 @@ from dapo_mega.errors import InputError
 from dapo_mega.metrics import read_metrics
 from tools.cluster_in_a_box import Box, Link, why_impossible
 
-from .runs import REPOSITORY, TRAIN, decisive, finish, prepare, read_status, start, steps_done
+from .host_forks import start_on_host
+from .runs import REPOSITORY, TORCHRUN, TRAIN, decisive, finish, prepare, read_status, start, steps_done
 
 pytestmark = [
     pytest.mark.integration,
@@ -25,6 +26,7 @@ pytestmark = [
 LIMIT_S = 30
 RUN_LIMIT_S = 400
 KEY = "a-key-of-these-tests"
+COMMANDS = REPOSITORY / "dapo_mega" / "__main__.py"
 DISTURBED = Path(__file__).with_name("disturbed_trainer.py")
 
 
@@ -155,16 +157,17 @@ def test_a_killed_host_and_a_killed_owner_leave_nothing(tmp_path):
     wait_until(lambda: not running())
 
 
+VARIABLES = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
 def launched(box, hosts, rendezvous, config, output, *overrides, script=TRAIN):
     """The same command on every host, as launch/cluster.md says, or `rendezvous(number)` instead of its addresses."""
     commands = []
     for number, host in enumerate(hosts):
-        torchrun = ["-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--nproc-per-node", "1"]
-        run = [str(script), "--config", str(config), f"output_dir={output}", *overrides]
-        variables = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        log = output.parent / f"host{host}.log"
-        line = [sys.executable, *torchrun, *rendezvous(number), *run]
-        commands.append(box.start(host, line, variables=variables, output=log))
+        torchrun = ["--nnodes", len(hosts), "--nproc-per-node", 1, *rendezvous(number)]
+        run = [script, "--config", config, f"output_dir={output}", *overrides]
+        log = output.parent / f"{output.name} host{host}.log"
+        commands.append(start_on_host(box, host, TORCHRUN, [*torchrun, *run], log, VARIABLES))
     return commands
 
 
@@ -235,11 +238,13 @@ def test_a_controller_on_another_host_gives_the_same_run_and_outlives_its_traine
         (whole,) = launched(box, [1], bound(box, 1), config, alone, *overrides, script=DISTURBED)
         assert whole.wait(RUN_LIMIT_S) == 0, whole.text()[-2000:]
         overrides.append(f"controller.host={box.address(1)}")
-        control = ["-m", "dapo_mega", "control", "--config", str(config), f"output_dir={output}", *overrides]
-        controller = box.start(1, [sys.executable, *control], output=tmp_path / "controller.log")
+        control = ["control", "--config", config, f"output_dir={output}", *overrides]
+        controller = start_on_host(box, 1, COMMANDS, control, tmp_path / "controller.log", VARIABLES)
         overrides.append("controller.own_process=true")
-        torchrun = ["--standalone", "--max-restarts", "1"]
-        (trainer,) = launched(box, [0], lambda _: torchrun, config, output, *overrides, script=DISTURBED)
+        # Processes of their own line, by which one is killed.
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+        run = [*map(str, (DISTURBED, "--config", config)), f"output_dir={output}", *overrides]
+        trainer = box.start(0, [*torchrun, *run], variables=VARIABLES, output=tmp_path / "first.log")
         wait_for_step([trainer, controller], output, 1)
         # The host has processes of its own only. torchrun's line has no -u.
         box.run(0, ["pkill", "-KILL", "-f", "--", "-u .*disturbed_trainer"])

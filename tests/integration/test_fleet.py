@@ -63,7 +63,7 @@ from .fleet_runs import (
 from .runs import run_that_starts_again
 from .sglang_servers import API_KEY, NUM_TOKENS, call, serving_engines, sglang_python, tiny_model
 from .soak import Soak
-from .test_benchmarks import FORMS, printed_by
+from .test_benchmarks import FORMS, printed_by_fork
 
 pytestmark = pytest.mark.integration
 TRAIN = REPOSITORY / "launch" / "train_dapo.py"
@@ -706,9 +706,9 @@ def evaluate(tmp_path, monkeypatch):
     return run_command
 
 
-def test_the_benchmark_of_weight_updates_prints_its_table(two_engines):
+def test_the_benchmark_of_weight_updates_prints_its_table(two_engines, tmp_path):
     given = ("--model", two_engines.model, "--url", two_engines.launcher.urls[0])
-    assert printed_by("weight_sync", *given) == FORMS["weight_sync"]
+    assert printed_by_fork("weight_sync", tmp_path, *given) == FORMS["weight_sync"]
 
 
 def serve_weights_of_model(engines):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import os
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests import te_cpu
 
+gc.disable()  # As in the conftest.py, until tests have been collected.
 os.environ[te_cpu.VARIABLE] = "1"
 te_cpu.install()
 

@@ -44,6 +44,14 @@ def test_a_terminal_that_knows_few_characters_is_no_error():
     assert (result.returncode, result.stdout) == (0, b"\\u27e6\\xe9\n")
 
 
+def test_nothing_is_said_of_what_is_left_at_the_end():
+    """Triton names each thing of its own that no search for garbage has found: a hundred lines behind a run's last."""
+    pytest.importorskip("triton")
+    program = "from dapo_mega.cli import loading\nwith loading():\n    import triton"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout + result.stderr == ""
+
+
 def test_a_closed_pipe_ends_a_command_without_a_word():
     code = "from dapo_mega.cli import *; run_command(lambda: [print_once('line') for _ in range(100_000)])"
     with subprocess.Popen(

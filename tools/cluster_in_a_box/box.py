@@ -163,7 +163,7 @@ class Box:
     def command_line(self, host: int, arguments: Sequence[str], folder: Path | None = None) -> list[str]:
         """What runs a command on a host, in a working folder (default: this process's)."""
         inside = ["env", f"--chdir={folder or Path.cwd()}", *arguments]
-        return [*_enter(self._first_process(host)), "--uts", "--pid", "--mount", *inside]
+        return [*_enter(self.first_process(host)), "--uts", "--pid", "--mount", *inside]
 
     def start(
         self,
@@ -202,7 +202,7 @@ class Box:
 
     def kill(self, host: int) -> None:
         """The host vanishes as a machine without power does: first its cable, then all of its processes."""
-        first = self._first_process(host)
+        first = self.first_process(host)
         self.cut(host)
         with contextlib.suppress(ProcessLookupError):
             os.kill(first, signal.SIGKILL)
@@ -214,7 +214,7 @@ class Box:
         """Gives the host's interface another rate, latency and loss, in both directions."""
         if link.loss and shutil.which("nft") is None:
             raise InputError("packets get lost by the program nft; install it (Debian: nftables), or leave loss=0")
-        host_network, switch = _enter(self._first_process(host)), _enter(self._keeper_id)
+        host_network, switch = _enter(self.first_process(host)), _enter(self._keeper_id)
         for enter, device in ((host_network, "eth0"), (switch, keeper.port_of(host)), (switch, self._plug(host))):
             for undo in (["tc", "qdisc", "delete", "dev", device, "root"], ["nft", f"delete table netdev {device}"]):
                 if shutil.which(undo[0]):  # It fails where there is nothing to undo.
@@ -239,14 +239,14 @@ class Box:
             self._on_switch("ip", "link", "add", delayed, "up", "type", "veth", "peer", "name", inner)
             self._on_switch("ip", "link", "set", inner, "up")
             # It is a process of the host, so that it ends with it, in the network of the switch.
-            enter = [*_enter(self._first_process(host), f"--net=/proc/{self._keeper_id}/ns/net"), "--pid", "--mount"]
+            enter = [*_enter(self.first_process(host), f"--net=/proc/{self._keeper_id}/ns/net"), "--pid", "--mount"]
             _checked([*enter, sys.executable, "-S", delay.__file__, port, inner, str(latency_ms)])
         if not is_cut:
             self.heal(host)
 
     def _plug(self, host: int) -> str:
         """The interface of the switch that is in it while the host is not cut off."""
-        self._first_process(host)
+        self.first_process(host)
         delayed = keeper.delayed_port_of(host)
         return delayed if delayed in self._links() else keeper.port_of(host)
 
@@ -264,7 +264,8 @@ class Box:
         if not 0 <= host < self._num_hosts:
             raise InputError(f"host {host} does not exist; the box has hosts 0 to {self._num_hosts - 1}")
 
-    def _first_process(self, host: int) -> int:
+    def first_process(self, host: int) -> int:
+        """The id of the process whose namespaces the host is."""
         self._check(host)
         if not _is_alive(self._hosts[host]):
             raise InputError(f"host {host} has vanished; another box has it again")
