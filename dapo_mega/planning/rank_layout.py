@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dapo_mega.config import ParallelConfig
@@ -91,11 +92,14 @@ class RankLayout:
 
     def chunks(self, stage: int) -> list[Chunk]:
         """The model chunks of a pipeline stage, in the order of their layers."""
-        layers, last = self.parallel.chunk_layers(self.arch.num_layers), self.parallel.num_chunks - 1
-        numbers = range(stage, self.parallel.num_chunks, self.parallel.pipeline)
-        return [Chunk(layers[number], number == 0, number == last) for number in numbers]
+        return self._chunks[stage :: self.parallel.pipeline]
 
-    @property
+    @cached_property
+    def _chunks(self) -> list[Chunk]:
+        layers = self.parallel.chunk_layers(self.arch.num_layers)
+        return [Chunk(held, number == 0, number == len(layers) - 1) for number, held in enumerate(layers)]
+
+    @cached_property
     def stage_layers(self) -> list[list[int]]:
         """The layers of each pipeline stage."""
         stages = map(self.chunks, range(self.parallel.pipeline))

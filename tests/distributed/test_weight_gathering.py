@@ -21,6 +21,7 @@ from tests.unit.weight_sync.pushing import Pushing
 from tests.unit.weight_sync.scripted_engines import ScriptedFleet
 
 from .launching import run_distributed
+from .tables import marked, run_now
 from .tiny import make_model, make_moe_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -54,6 +55,8 @@ CASES = {
     "tp2_ep2_etp2": {"parallel": {**TP2, "expert": 2, "expert_tensor": 2}, "model": "experts"},
     "bf16_ep2_with_float32_norms": {"parallel": {"expert": 2}, "model": "experts", "dtype": "bf16", "mixed": True},
 }
+# What the gate has in a combination.
+WHOLE_TABLE = {"tp2", "pp2", "tp2_pp2", "ep2", "pp2_ep2", "cp2_ep2", "tp2_ep2", "tp2_etp2", "experts_dp4"}
 WITH_ENGINES = (
     "pp2_tied",
     "pp4_tied_ends_alone",
@@ -266,13 +269,14 @@ def watch_transfers(gatherer):
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
+def reports(tmp_path_factory, pytestconfig):
     folder = tmp_path_factory.mktemp("gathering")
     models = {
         "untied": make_model(folder / "untied", tied=False),
         "tied": make_model(folder / "tied", tied=True),
         "experts": make_moe_model(folder / "experts"),
     }
+    (chosen,) = run_now({4: CASES}, WHOLE_TABLE, pytestconfig).values()
     cases = [
         {
             "dtype": "fp32",
@@ -281,12 +285,12 @@ def reports(tmp_path_factory):
             "model": str(models[case.get("model", "untied")]),
             "engines": name in WITH_ENGINES,
         }
-        for name, case in CASES.items()
+        for name, case in chosen.items()
     ]
-    return dict(zip(CASES, run_distributed(run_cases, 4, cases, timeout_s=240)[0], strict=True))
+    return dict(zip(chosen, run_distributed(run_cases, 4, cases, timeout_s=240)[0], strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, WHOLE_TABLE))
 def test_every_leader_gets_every_tensor_exactly_once(reports, name):
     report = reports[name]
     assert report["has_met"], "NCCL connects a group in an operation of all its processes, before some of them exchange"
@@ -298,7 +302,7 @@ def test_every_leader_gets_every_tensor_exactly_once(reports, name):
     assert max(report["bucket_bytes"]) <= BUCKET_BYTES // 2
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, WHOLE_TABLE))
 def test_leaders_get_their_tensors_in_buckets_that_all_can_describe(reports, name):
     stages = reports[name]["stages"]
     assert stages["exact"]
@@ -312,7 +316,7 @@ def test_leaders_get_their_tensors_in_buckets_that_all_can_describe(reports, nam
     assert stages["not_copied"] > 0, "tensors that need no gathering should be the model's own memory"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, WHOLE_TABLE))
 def test_the_processes_of_a_replica_get_about_equal_parts_of_its_weights(reports, name):
     """Whether one replica sends or all of them."""
     for senders in reports[name]["senders"]:

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -25,10 +26,11 @@ FAMILIES = {metric.name for metric in CATALOGUE}
 KNOWN_PREFIX = re.compile("|".join(f"{prefix}/" for prefix in PREFIXES))
 
 
+@cache
 def modules():
     """Every module of the package, with its syntax tree."""
-    for path in sorted((ROOT / "dapo_mega").rglob("*.py")):
-        yield path.relative_to(ROOT), ast.parse(path.read_text())
+    paths = sorted((ROOT / "dapo_mega").rglob("*.py"))
+    return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in paths]
 
 
 def constant_loops(path, tree):
