@@ -279,12 +279,14 @@ class CurrentStandardError(logging.Handler):
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
     """Import without looking for garbage, of which imports make little: a fifth of what they take."""
+    searches = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         look_past_what_is_there()
-        gc.enable()
+        if searches:
+            gc.enable()
 
 
 def look_past_what_is_there() -> None:

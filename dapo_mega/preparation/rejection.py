@@ -121,18 +121,11 @@ def rejection_sample(config: RunConfig, source: Path, output: Path, options: Kee
         with prepared.new_dataset(output, options.dropped, force=options.force) as writer:
             rates, kept = [], Counter[int]()
             for number, responses in _by_prompt(file):
-                prompt, verdicts = prompts[number], [r["correct"] for r in responses if r["correct"] is not None]
+                verdicts = [response["correct"] for response in responses if response["correct"] is not None]
                 rate = sum(verdicts) / len(verdicts) if verdicts else None
                 rates += [] if rate is None else [rate]
-                chosen = []
-                for response, reason, evidence in choose(prompt, responses, rate, options, index):
-                    if reason:
-                        writer.drop(reason, evidence, f"{source}, row {number}", response)
-                    else:
-                        chosen.append(response)
-                kept[len(chosen)] += 1
-                for response in chosen:
-                    writer.keep(_row(prompt, response, rate), f"{source}, row {number}")
+                choices = choose(prompts[number], responses, rate, options, index)
+                kept[_write(writer, prompts[number], rate, choices, f"{source}, row {number}")] += 1
             return writer.finish(
                 MADE_BY,
                 settings={
@@ -237,6 +230,25 @@ def _ngrams(text: str) -> set[tuple[str, ...]]:
 def _distance(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> float:
     """The share of the n-grams of both that only one has: 0 for equal texts, 1 for those that share nothing."""
     return 1 - len(one & other) / len(one | other)
+
+
+def _write(
+    writer: prepared.DatasetWriter,
+    prompt: Prompt,
+    rate: float | None,
+    choices: Iterator[tuple[Response, str, str]],
+    place: str,
+) -> int:
+    """Write what `choose` says of a prompt's responses, those that are left out first; how many were kept."""
+    kept = []
+    for response, reason, evidence in choices:
+        if reason:
+            writer.drop(reason, evidence, place, response)
+        else:
+            kept.append(response)
+    for response in kept:
+        writer.keep(_row(prompt, response, rate), place)
+    return len(kept)
 
 
 def _row(prompt: Prompt, response: Response, rate: float | None) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ import os
 import pickle
 import runpy
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +28,25 @@ _SETTINGS = {
     "PYTHONWARNINGS": "ignore",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
 }
+
+
+class Fork:
+    """What callers ask of a subprocess.Popen."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        status = self._process.exitcode
+        if status is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("a fork", timeout)
+        return status
 
 
 class _Ports:

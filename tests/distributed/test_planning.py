@@ -116,9 +116,9 @@ if has_delta():
 # What the gate has in another case, with a switch more or in the other precision.
 WHOLE_TABLE = {
     "attention_recomputed", "much_recomputed", "all_recomputed", "unfused", "one_length_bf16", "one_length_recomputed",
-    "windowed", "sinks", "norms_behind", "norms_around", "experts", "shared_expert", "latent", "one_length_latent",
-    "one_length_latent_recomputed", "critic", "tensor", "shared_key_normed", "interleaved", "context", "pipeline",
-    "data", "norms_behind_sequence", "experts_spread", "critic_sequence", "critic_context",
+    "windowed", "sinks", "norms_behind", "norms_around", "experts", "shared_expert", "latent",
+    "one_length_latent_recomputed", "critic", "tensor", "shared_key_normed", "interleaved", "pipeline",
+    "data", "experts_spread", "critic_sequence", "critic_context",
 }  # fmt: skip
 
 

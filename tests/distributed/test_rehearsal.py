@@ -31,14 +31,14 @@ TP2 = {"tensor": 2, "sequence": True}
 # What remains of four processes is data parallel.
 LAYOUTS = {
     "dp4": {},
+    "tp2": {"tensor": 2},
     "tp4_two_processes_to_a_key_head": {"tensor": 4, "sequence": True},
+    "pp4": {"pipeline": 4},
     "tp2_vpp2x2": {**TP2, "pipeline": 2, "virtual_pipeline": 2},
     "cp2_pp2": {"context": 2, "pipeline": 2},
 }
 # The table above has each of these in a combination.
 SINGLE = {
-    "tp2": {"tensor": 2},
-    "pp4": {"pipeline": 4},
     "tp2_cp2": {**TP2, "context": 2},
     "tp2_sequence": TP2,
     "pp2": {"pipeline": 2},

@@ -56,7 +56,7 @@ CASES = {
     "bf16_ep2_with_float32_norms": {"parallel": {"expert": 2}, "model": "experts", "dtype": "bf16", "mixed": True},
 }
 # What the gate has in a combination.
-WHOLE_TABLE = {"tp2", "pp2", "tp2_pp2", "ep2", "pp2_ep2", "cp2_ep2", "tp2_ep2", "tp2_etp2", "experts_dp4"}
+WHOLE_TABLE = {"tp2", "pp2", "tp2_pp2", "ep2", "pp2_ep2", "cp2_ep2", "tp2_ep2", "tp2_etp2"}
 WITH_ENGINES = (
     "pp2_tied",
     "pp4_tied_ends_alone",

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
 import sys
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.distributed import run
@@ -15,33 +13,14 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 
 from dapo_mega import cli
 from dapo_mega.training import process_watch
-from tests.distributed.launching import run_as_main
-
-
-class _Fork:
-    """What torchrun asks of a subprocess.Popen."""
-
-    def __init__(self, process: BaseProcess) -> None:
-        self._process = process
-        self.pid = process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        status = self._process.exitcode
-        if status is None:
-            assert timeout is not None
-            raise subprocess.TimeoutExpired("a fork", timeout)
-        return status
+from tests.distributed.launching import Fork, run_as_main
 
 
 def _started(handler: SubprocessHandler, command: tuple[str, ...], variables: dict[str, str]) -> Any:
     script, *arguments = command[2:]  # Behind the interpreter and -u.
     process = multiprocessing.get_context("fork").Process(target=_become, args=(variables, script, arguments))
     process.start()
-    return _Fork(process)
+    return Fork(process)
 
 
 def _become(variables: dict[str, str], script: str, arguments: list[str]) -> None:

@@ -6,31 +6,20 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import subprocess
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.distributed.launching import fork_server, run_with
+from tests.distributed.launching import Fork, fork_server, run_with
 from tools.cluster_in_a_box import Box
 
 
-class HostFork:
+class HostFork(Fork):
     """What `Box.start` gives, sooner by what a process imports."""
 
     def __init__(self, process: BaseProcess, output: Path) -> None:
+        super().__init__(process)
         self.output = output
-        self._process = process
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout_s: float) -> int:
-        self._process.join(timeout_s)
-        status = self._process.exitcode
-        if status is None:
-            raise subprocess.TimeoutExpired("a fork on a host", timeout_s)
-        return status
 
     def text(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
