@@ -48,6 +48,12 @@ class Fork:
             raise subprocess.TimeoutExpired("a fork", timeout)
         return status
 
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
 
 class _Ports:
     """Hands out ports of this machine, none twice, and none that another process of the same suite (pytest-xdist) does.
@@ -106,7 +112,7 @@ def fork_server() -> ForkServerContext:
     return context
 
 
-def _become(variables: dict[str, str], log: str, errors: str | None = None) -> None:
+def become(variables: dict[str, str], log: str, errors: str | None = None) -> None:
     """Give this process these environment variables, and its output to a file, its errors perhaps to another."""
     with open(log, "wb") as file, open(errors, "wb") if errors else nullcontext(file) as other:
         os.dup2(file.fileno(), 1)
@@ -117,7 +123,7 @@ def _become(variables: dict[str, str], log: str, errors: str | None = None) -> N
 
 def run_with(variables: dict[str, str], log: str, script: str, arguments: list[str], errors: str | None = None) -> None:
     """What `python script *arguments` does with these environment variables, and its output in a file."""
-    _become(variables, log, errors)
+    become(variables, log, errors)
     run_as_main(script, arguments)
 
 
@@ -130,7 +136,7 @@ def run_as_main(script: str, arguments: Sequence[str]) -> None:
 
 def _call(variables: dict[str, str], log: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Call it as a member of a gloo group, and leave what it returns beside the log."""
-    _become(variables, log)
+    become(variables, log)
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

@@ -6,14 +6,18 @@ import http.client
 import json
 import os
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -77,13 +81,92 @@ def call(url: str, path: str, body: dict[str, Any] | None = None, key: str | Non
         connection.close()
 
 
+def _variables(modules: Path | None, gpus: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "DAPO_MEGA_API_KEY": API_KEY,
+        "PYTHONPATH": os.pathsep.join(map(str, filter(None, [modules, ENGINE_FORKS, REPOSITORY]))),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": gpus,
+    }
+
+
+@cache
+def _launchers() -> tuple[socket.socket, IO[bytes]]:
+    """Where `engine_forks/launchers.py`, which ends with this process, is asked for launchers, and its output."""
+    asking, asked = socket.socketpair()
+    output = tempfile.TemporaryFile()  # noqa: SIM115
+    # What SGLang asks for when it is imported, as engines have it.
+    variables = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with asked:
+        subprocess.Popen(
+            [sglang_python(), ENGINE_FORKS / "launchers.py"],
+            env=_variables(None, "") | variables,
+            stdin=asked,
+            stdout=output,
+            stderr=output,
+        )
+    return asking, output
+
+
+class _LauncherFork:
+    """What `Launcher` asks of a subprocess.Popen."""
+
+    def __init__(self, request: list[Any]) -> None:
+        """`request`: environment variables, log, script and its arguments."""
+        asking, output = _launchers()
+        self._connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other, suppress(OSError):
+            socket.send_fds(asking, [b"\n"], [other.fileno()])
+            self._connection.send(json.dumps(request).encode())
+        self._status: int | None = None
+        self.pid = self._number(START_LIMIT_S) or 0
+        if self.pid <= 0:
+            output.seek(0)
+            raise AssertionError(f"no launcher can be forked: {output.read()[-3000:].decode()}")
+
+    def _number(self, timeout: float) -> int | None:
+        """The next number that is sent, None when none comes in time, -9 when none will."""
+        if not select.select([self._connection], [], [], timeout)[0]:
+            return None
+        return int(self._connection.recv(16) or b"-9")
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            self._status = self._number(0.0)
+        return self._status
+
+    def wait(self, timeout: float = START_LIMIT_S) -> int:
+        if self._status is None:
+            self._status = self._number(timeout)
+        if self._status is None:
+            raise subprocess.TimeoutExpired("a launcher", timeout)
+        return self._status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class Launcher:
     """A running launch/serve_rollouts.py and what it has said about its engines."""
 
     def __init__(
-        self, model: Path, folder: Path, num_engines: int, *options: str, gpus: str = "", modules: Path | None = None
+        self,
+        model: Path,
+        folder: Path,
+        num_engines: int,
+        *options: str,
+        gpus: str = "",
+        modules: Path | None = None,
+        anew: bool = False,
     ) -> None:
-        """On the CPU unless `gpus` names devices. Engines find the Python files of the folder `modules` first."""
+        """On the CPU unless `gpus` names devices. Engines find the Python files of the folder `modules` first. With
+        these, or `anew`, launcher and engines start Python as for users; else they are forks."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         first = free_ports(num_engines)
@@ -91,20 +174,14 @@ class Launcher:
         self._output = folder / "serve_rollouts.log"
         arguments = ["--model", str(model), "--num-engines", str(num_engines), "--port", str(first)]
         arguments += ["--python", str(sglang_python()), "--log-folder", str(folder / "engines"), *options]
+        variables = _variables(modules, gpus)
+        self.process: subprocess.Popen[bytes] | _LauncherFork
         with self._output.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SERVE), *arguments],
-                env={
-                    **os.environ,
-                    "DAPO_MEGA_API_KEY": API_KEY,
-                    "PYTHONPATH": os.pathsep.join(map(str, filter(None, [modules, ENGINE_FORKS, REPOSITORY]))),
-                    "OMP_NUM_THREADS": "1",
-                    "HF_HUB_OFFLINE": "1",
-                    "CUDA_VISIBLE_DEVICES": gpus,
-                },
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            if anew or modules or gpus:
+                command = [sys.executable, str(SERVE), *arguments]
+                self.process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
+            else:
+                self.process = _LauncherFork([variables, output.name, str(SERVE), arguments])
 
     def pid(self, url: str) -> int | None:
         """Main process of the engine's latest start."""

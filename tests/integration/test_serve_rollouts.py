@@ -57,13 +57,16 @@ def test_sglang_takes_the_arguments_that_stand_for_a_nodes_choices(tmp_path):
 def test_no_process_and_no_key_outlives_a_killed_launcher(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("SGLANG_PLUGINS", "dapo_mega")  # Its processes start Python anew, as for users.
-    launcher = Launcher(tiny_model(tmp_path / "model"), tmp_path / "served", 1)
+    launcher = Launcher(tiny_model(tmp_path / "model"), tmp_path / "served", 1, anew=True)
     try:
         # SGLang's scheduler and detokenizer exist and are still importing, before they watch over their parent.
         launcher.wait_until(lambda: launcher.pid(launcher.urls[0]) is not None)
         engine = psutil.Process(launcher.pid(launcher.urls[0]))
         launcher.wait_until(lambda: len(engine.children()) >= 3)
         processes = launcher.processes()
+        for process in processes[1:]:
+            assert API_KEY not in " ".join(process.cmdline())
+            assert API_KEY not in process.environ().values()
         launcher.process.kill()
         launcher.process.wait()
         _, left = psutil.wait_procs(processes, timeout=30)
