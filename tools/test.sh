@@ -30,7 +30,7 @@ if [ -z "$quick${DAPO_MEGA_TRACKERS:-}" ] && [[ "$*" != *tests/* || "$*" == *tes
 fi
 # So are libraries that are optional, whose tests run behind all others.
 extras=
-with_extras=(tests/integration/test_{real_model,verifiers}.py tests/numerics/test_{lora,real_model}.py
+with_extras=(tests/numerics/test_real_model.py tests/integration/test_{real_model,verifiers}.py tests/numerics/test_lora.py
     tests/unit/data/test_real_tokenizers.py tests/unit/environments/test_{dialogues,endpoint,openenv}.py
     tests/unit/preparation/test_reasoning_gym.py)
 if [ -z "$quick" ] && [ $# -eq 0 ]; then

@@ -26,6 +26,15 @@ LAST_TURN: Final = 4
 """What is measured by turn tells the first four apart; the fifth stands for all that follow."""
 
 
+_NUMPY: Final = {
+    torch.bool: np.bool_,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.float32: np.float32,
+}
+
+
 def column(dtype: torch.dtype, *, outside: float = 0) -> dict[str, Any]:
     """Metadata of a per-token field of `Sample`; `outside` is its value at positions that predict no token."""
     return {"dtype": dtype, "outside": outside}
@@ -326,14 +335,13 @@ def _sample(
 ) -> Sample:
     """The tokens `before` [P] and `token_ids` [R], and `routes` of all. The other columns, [R], [R, k] or one value
     each, count where the policy `sampled` [R]."""
-    rows = torch.from_numpy(np.concatenate([before, token_ids]).astype(np.int32))
-    mask = torch.from_numpy(np.concatenate([np.zeros(len(before), np.bool_), sampled]))
-    found = {"token_ids": rows, "response_mask": mask, "routes": torch.from_numpy(routes)}
+    rows = np.concatenate([before, token_ids]).astype(np.int32)
+    mask = np.concatenate([np.zeros(len(before), np.bool_), sampled])
+    found: dict[str, npt.NDArray[Any]] = {"token_ids": rows, "response_mask": mask, "routes": routes}
     for f in fields(Sample):
         if f.name in columns:
-            value = torch.as_tensor(columns[f.name])
-            shape = (len(rows), *value.shape[1:])
-            column = torch.full(shape, f.metadata["outside"], dtype=f.metadata["dtype"])
-            column[mask] = (value[torch.from_numpy(sampled)] if value.ndim else value).to(column.dtype)
+            value = np.asarray(columns[f.name])
+            column = np.full((len(rows), *value.shape[1:]), f.metadata["outside"], _NUMPY[f.metadata["dtype"]])
+            column[mask] = value[sampled] if value.ndim else value
             found[f.name] = column
-    return Sample(**found)
+    return Sample(**{name: torch.from_numpy(values) for name, values in found.items()})

@@ -33,7 +33,6 @@ LAYOUTS = {
     "dp4": {},
     "tp2": {"tensor": 2},
     "tp4_two_processes_to_a_key_head": {"tensor": 4, "sequence": True},
-    "pp4": {"pipeline": 4},
     "tp2_vpp2x2": {**TP2, "pipeline": 2, "virtual_pipeline": 2},
     "cp2_pp2": {"context": 2, "pipeline": 2},
 }
@@ -44,6 +43,7 @@ SINGLE = {
     "pp2": {"pipeline": 2},
     "vpp2x2": {"pipeline": 2, "virtual_pipeline": 2},
     "cp2": {"context": 2},
+    "pp4": {"pipeline": 4},
 }
 SPREAD = {
     "tp2_ep4": {**TP2, "expert": 4},
@@ -52,19 +52,16 @@ SPREAD = {
 OVERLAPS = {"compute.overlap_grad_reduce": True, "compute.overlap_param_gather": True}
 CASES = {
     **{name: {"parallel": parallel} for name, parallel in LAYOUTS.items()},
-    "tp2_pp2_without_overlap": {"parallel": {**TP2, "pipeline": 2}, "without_overlap": True},
+    "pp4_without_overlap": {"parallel": {"pipeline": 4}, "without_overlap": True},
     "tp2_recomputed": {"parallel": TP2, "compute.recompute": "full"},
     **{name: {"parallel": parallel, "has_experts": True} for name, parallel in SPREAD.items()},
     "tp2_pp2_lora_sent": {"parallel": {**TP2, "pipeline": 2}, "lora": {"rank": 4, "send": "adapters"}},
     "tp2_ep2_latent": {"parallel": {**TP2, "expert": 2}, "kind": "latent"},
     **({"tp2_delta": {"parallel": TP2, "kind": "delta"}} if has_delta() else {}),
-    "tp2_pp2_distilled": {
+    "tp2_pp2_distilled_with_kl": {
         "parallel": {**TP2, "pipeline": 2},
         "distillation.top_k": 3,
         "distillation.reward_weight": 1.0,
-    },
-    "tp2_pp2_with_kl": {
-        "parallel": {**TP2, "pipeline": 2},
         "algorithm.kl.coefficient": 0.1,
         "algorithm.kl.placement": "reward",
     },

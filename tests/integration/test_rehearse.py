@@ -48,6 +48,10 @@ def short_part(config: RunConfig, world_size: int) -> RunConfig:
     return part.model_copy(update={"batch": batch})
 
 
+# In the gate, as the other file of 128 GPUs has this layout with half of the stages.
+SMALLER = {
+    "qwen2.5-32b-dapo-128gpu-colocated": ["parallel={pipeline: 1, virtual_pipeline: 1, context: 4, world_size: 64}"]
+}
 ADAPTERS = ["lora={rank: 32}", "parallel.world_size=2"]
 CUT_EXPERTS = ["parallel={tensor: 2, sequence: true, expert: 2, expert_tensor: 2, world_size: 4}"]
 CRITIC = ["algorithm.advantage=gae", "algorithm.kl.coefficient=0.1", "algorithm.kl.placement=reward"]
@@ -73,10 +77,12 @@ LATENT = {
     ],
 )
 def test_a_run_meets_and_is_what_was_planned(file, overrides, sizes, tmp_path, monkeypatch, pytestconfig):
-    config = shallow(file, tmp_path, overrides, **sizes)
-    world_size = config.parallel.world_size or 1
+    smaller = []
     if not pytestconfig.getoption("whole_table", False):
         monkeypatch.setattr(run, "rehearsed_part", short_part)
+        smaller = SMALLER.get(file.stem, [])
+    config = shallow(file, tmp_path, [*overrides, *smaller], **sizes)
+    world_size = config.parallel.world_size or 1
     rehearsal = rehearse_run(config, world_size, 75 * 2**30)
     assert rehearsal.disagreements() == []
     for rank, played in rehearsal.played.items():
@@ -90,8 +96,8 @@ def test_a_run_meets_and_is_what_was_planned(file, overrides, sizes, tmp_path, m
     tokens = report._most_tokens(rehearsal)
     assert tokens % rehearsal.workload.longest == 0
     assert tokens > config.batch.tokens_per_microbatch
-    smaller = replace(rehearsal, available_bytes=rehearsal.available_bytes / 2)
-    assert 0 < report._most_tokens(smaller) < tokens
+    with_half = replace(rehearsal, available_bytes=rehearsal.available_bytes / 2)
+    assert 0 < report._most_tokens(with_half) < tokens
 
 
 def test_what_does_not_divide_or_fit_is_said_in_one_line(tmp_path, capsys):
