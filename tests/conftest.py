@@ -7,6 +7,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.distributed.launching import share_fork_server
+
 hypothesis.settings.register_profile("no clock", deadline=None)
 hypothesis.settings.load_profile("no clock")
 
@@ -23,8 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Not in a process that leaves all tests to others (pytest -n): importing torch and Megatron is all it would do."""
+    """Not in a process that leaves all tests to others (pytest -n): importing torch and Megatron is all it would do. It
+    starts what they fork."""
     if config.getoption("numprocesses", None):
+        share_fork_server()
         return
     gc.disable()  # Imports make little garbage, and take a fifth less.
     prepared = "transformer_engine_torch" in sys.modules  # By te_cpu/plugin.py.

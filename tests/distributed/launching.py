@@ -29,6 +29,10 @@ _SETTINGS = {
 }
 
 
+SHARED = "DAPO_MEGA_TESTS_FORK_SERVER"
+"""Environment variable with the address of the fork server of all workers."""
+
+
 class Fork:
     """What callers ask of a subprocess.Popen."""
 
@@ -103,12 +107,24 @@ def free_port() -> int:
 
 @cache
 def fork_server() -> ForkServerContext:
-    """Its processes are forks of one that has imported the package, which takes longer than what most of them do."""
+    """Its processes are forks of one that has imported the package, which takes longer than what most of them do: of
+    the one that `share_fork_server` has started, where there is one."""
     context = multiprocessing.get_context("forkserver")
+    if address := os.environ.get(SHARED):
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = lambda: None
+        return context
     context.set_forkserver_preload(["tests.distributed.preloaded"])
     with patch.dict(os.environ, _SETTINGS):
         forkserver.ensure_running()
     return context
+
+
+def share_fork_server() -> None:
+    """Start it for this process's children too, such as the workers of pytest; it ends with this process."""
+    fork_server()
+    os.environ[SHARED] = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
 
 
 def become(variables: dict[str, str], log: str, errors: str | None = None) -> None:

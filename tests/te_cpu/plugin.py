@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from tests import te_cpu
+from tests.distributed.launching import SHARED
 
 gc.disable()  # As in the conftest.py, until tests have been collected.
 os.environ[te_cpu.VARIABLE] = "1"
+os.environ.pop(SHARED, None)  # It has no emulated device.
 te_cpu.install()
 
 from tests.te_cpu import extension  # noqa: E402
