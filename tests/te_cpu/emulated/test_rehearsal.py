@@ -22,11 +22,13 @@ SIZES = {
     "head_dim": 32,
     "max_position_embeddings": 1024,
 }
-CASE = {"parallel": {**SEQUENCE, "context": 2}, "dtype": "bf16", **LONG}
+SHORT = {"data.max_prompt_tokens": 64, "rollout.max_response_tokens": 192, "batch.tokens_per_microbatch": 256}
+"""Enough where nothing small has to vanish beside activations."""
+CASE = {"parallel": {**SEQUENCE, "context": 2}, "dtype": "bf16", **SHORT}
 TWO = {"dtype": "bf16", **LONG}
 FP8 = {
     "tensorwise": {**TWO, "parallel": {"context": 2}, "compute.fp8.scaling": "tensorwise"},
-    "blockwise": {**TWO, "parallel": {}, "compute.fp8.scaling": "blockwise", "compute.fp8.params": True},
+    "blockwise": {**TWO, **SHORT, "parallel": {}, "compute.fp8.scaling": "blockwise", "compute.fp8.params": True},
     # Last, as its scales are reduced as long as a process lives.
     "delayed": {**TWO, "parallel": SEQUENCE, "compute.fp8.scaling": "delayed"},
 }
@@ -102,7 +104,7 @@ def test_what_is_gathered_in_fp8_was_planned(case, tmp_path):
         model = save_random(Qwen2MoeConfig(**sizes, shared_expert_intermediate_size=256), tmp_path)
     else:
         model = make_qwen3_model(tmp_path, **SIZES | {"intermediate_size": 1024})
-    config = config_of({**TWO, "compute.fp8.scaling": "blockwise", **case}, {False: str(model)}, 2)
+    config = config_of({**TWO, **SHORT, "compute.fp8.scaling": "blockwise", **case}, {False: str(model)}, 2)
     assert_sends_as_planned(rehearse_run(config, 2, 80 * 2**30))
 
 
