@@ -120,6 +120,8 @@ LATENT = {
         "ep2_overlap": {"parallel": {"expert": 2}, "compute": {**BIAS, **OVERLAP}},
     },
 }
+for case in (case for cases in LATENT.values() for case in cases.values()):
+    case["samples"] = (17, 26, 14)  # No expert gets so nearly the mean that the order of sums turns its bias's step.
 
 
 FULL = {"recompute": "full", "recompute_layers": 2}

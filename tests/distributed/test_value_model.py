@@ -105,7 +105,7 @@ def three_updates(name, case, model, checkpoints):
         done = store.load(policy, store.latest(), critic).step
     for update in range(done, NUM_UPDATES):
         (micro_batches,) = critic.pack(
-            flatten(make_samples(17, seed=update)), token_budget=150, aggregation="token_mean", max_response_tokens=40
+            flatten(make_samples(11, seed=update)), token_budget=150, aggregation="token_mean", max_response_tokens=40
         ).mini_batches
         values = critic.score(micro_batches)
         if update == done:

@@ -21,7 +21,7 @@ from tests import te_cpu
 from .launching import run_distributed
 from .tiny import make_samples, with_routes
 
-SAMPLES = (17, 26, 14)
+SAMPLES = (12, 18, 10)
 """Of each update. The number of micro-batches varies, as packing makes it vary."""
 NUM_UPDATES = len(SAMPLES)
 
