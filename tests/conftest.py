@@ -54,7 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """pytest searches ten times at its end for garbage that complains, of which the tests' own is long gone."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
