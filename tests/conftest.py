@@ -1,9 +1,11 @@
 """Shared by all tests: the CPU stands in as Megatron's accelerator before any test module imports Megatron."""
 
 import gc
+import shlex
 import sys
 from pathlib import Path
 
+import execnet
 import hypothesis
 import pytest
 
@@ -31,7 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
         share_fork_server()
         return
     gc.disable()  # Imports make little garbage, and take a fifth less.
-    prepared = "transformer_engine_torch" in sys.modules  # By te_cpu/plugin.py.
+    # By te_cpu/plugin.py, or as workers are forks.
+    prepared = not {"transformer_engine_torch", "tests.distributed.preloaded"}.isdisjoint(sys.modules)
     assert prepared or "megatron.core" not in sys.modules, "a conftest.py below this one has imported Megatron already"
     import torch
 
@@ -39,6 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     cpu_accelerator.install()
     torch.set_num_threads(1)
+
+
+def pytest_xdist_setupnodes(specs: list[execnet.XSpec]) -> None:
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, str(REPOSITORY / "tests" / "distributed" / "forked_worker.py")])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

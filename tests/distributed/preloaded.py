@@ -23,6 +23,7 @@ try:
     import dapo_mega.metrics.tensorboard
     import dapo_mega.training.run
     import dapo_mega.training.sft  # noqa: F401
+    from dapo_mega.cli import look_past_what_is_there
 except ImportError as error:
     # multiprocessing passes over an ImportError here, and would make workers of the half of what is wanted.
     raise RuntimeError("tests.distributed.preloaded cannot import what all workers need") from error
@@ -30,5 +31,5 @@ except ImportError as error:
 pyarrow.array([1])
 torch.set_num_threads(1)
 # What is imported stays: workers need not look through it for garbage, which Megatron does at each of its checkpoints.
-gc.freeze()
+look_past_what_is_there()
 gc.enable()
