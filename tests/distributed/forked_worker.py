@@ -31,7 +31,7 @@ def _work(descriptors: list[int], variables: dict[str, str], code: str) -> None:
         os.dup2(there, number)
     os.environ.clear()
     os.environ.update(variables)
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.argv = ["-c"]
     exec(code, {"__name__": "__main__"})
 
