@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[execnet.XSpec]) -> None:
     for spec in specs:
         spec.python = shlex.join([sys.executable, str(REPOSITORY / "tests" / "distributed" / "forked_worker.py")])

@@ -21,6 +21,10 @@ from dapo_mega.rehearsal.roles import Roles
 
 T = TypeVar("T")
 _SILENCE_S = 600
+_NEVER_EMPTIED = frozenset(
+    # The last one's referents, of Python 3.12's asyncio, are also futures that it has freed, and would free again.
+    (tuple, frozenset, type, types.FunctionType, types.BuiltinFunctionType, types.GenericAlias, types.ModuleType)
+)
 
 
 class Stuck(InputError):
@@ -161,10 +165,10 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
     processes: dict[int, multiprocessing.context.ForkProcess] = {}
     gc.unfreeze()  # What is frozen is in no list of objects.
     # In no rehearsed rank may a group of this process end: its threads are not there. Megatron remembers some where
-    # nothing else knows them, such as in the cache of a method. A module's own referents are left out: those of Python
-    # 3.12's asyncio are also futures that it has freed, and would free again.
-    objects = [kept for kept in gc.get_objects() if type(kept) is not types.ModuleType]
-    kept = [objects, gc.get_referents(*objects)]
+    # nothing else knows them, such as in the cache of a method. So all that is there is kept, and what may be taken out
+    # of it.
+    objects = gc.get_objects()
+    kept = [objects, gc.get_referents(*(each for each in objects if type(each) not in _NEVER_EMPTIED))]
     gc.freeze()
     try:
         for rank in roles.rehearsed:

@@ -165,8 +165,9 @@ class Launcher:
         modules: Path | None = None,
         anew: bool = False,
     ) -> None:
-        """On the CPU unless `gpus` names devices. Engines find the Python files of the folder `modules` first. With
-        these, or `anew`, launcher and engines start Python as for users; else they are forks."""
+        """On the CPU unless `gpus` names devices. Engines find the Python files of the folder `modules` first.
+        Launcher and engines are forks of a process that has imported SGLang, but on GPUs and with `anew`: then they
+        start Python as for users."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         first = free_ports(num_engines)
@@ -177,7 +178,7 @@ class Launcher:
         variables = _variables(modules, gpus)
         self.process: subprocess.Popen[bytes] | _LauncherFork
         with self._output.open("w") as output:
-            if anew or modules or gpus:
+            if anew or gpus:
                 command = [sys.executable, str(SERVE), *arguments]
                 self.process = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
             else:
@@ -235,10 +236,16 @@ class Launcher:
 
 @contextmanager
 def serving_engines(
-    model: Path, folder: Path, num_engines: int, *options: str, gpus: str = "", modules: Path | None = None
+    model: Path,
+    folder: Path,
+    num_engines: int,
+    *options: str,
+    gpus: str = "",
+    modules: Path | None = None,
+    anew: bool = False,
 ) -> Iterator[Launcher]:
     """Engines that serve; nothing of them is left afterwards."""
-    launcher = Launcher(model, folder, num_engines, *options, gpus=gpus, modules=modules)
+    launcher = Launcher(model, folder, num_engines, *options, gpus=gpus, modules=modules, anew=anew)
     try:
         launcher.wait_until_serving()
         yield launcher

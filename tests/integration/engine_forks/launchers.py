@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 from dapo_mega.distributed import programs
+from dapo_mega.engines.sglang import engine_commands
 from tests.distributed.launching import Fork, become, run_as_main
 
 _IMPORTED = (
@@ -69,6 +70,7 @@ def _serve(variables: dict[str, str], log: str, script: str, arguments: list[str
     gc.enable()
     become(variables, log)
     tempfile.tempdir = None
+    engine_commands.sglang_gpus = lambda python: 0  # It would ask the interpreter that this is.
     started: Any = SimpleNamespace(**{**vars(subprocess), "Popen": _started})
     programs.subprocess = started  # type: ignore[misc]
     run_as_main(script, arguments)
@@ -105,6 +107,7 @@ def _engine(line: int, arguments: list[str], variables: dict[str, str], log: int
                 continue  # The listing's own.
     os.environ.clear()
     os.environ.update(variables)
+    sys.path[:0] = [path for path in variables["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
     gc.disable()  # As in sitecustomize.py.
     if os.read(0, 1):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -47,7 +47,7 @@ def engine(tmp_path_factory, calls):
     folder = tmp_path_factory.mktemp("engine")
     model = tiny_model(folder / "model", hidden_size=128, intermediate_size=256)
     options, modules = ("--dtype", "bf16", "--colocated"), Path(gpu_stand_ins.__file__).parent
-    with serving_engines(model, folder / "served", 1, *options, modules=modules) as launcher:
+    with serving_engines(model, folder / "served", 1, *options, modules=modules, anew=True) as launcher:
         yield SharedEngines(launcher, model, rendezvous="")
 
 
