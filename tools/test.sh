@@ -65,6 +65,6 @@ if [ -n "$extras" ]; then
         [ -x "$DAPO_MEGA_VERIFIERS" ] || unset DAPO_MEGA_VERIFIERS
         [ ! -e "$DAPO_MEGA_TOKENIZERS/smollm2" ] || export DAPO_MEGA_REAL_MODEL="$DAPO_MEGA_TOKENIZERS/smollm2"
     fi
-    "$PYTHON" -m pytest -n 3 $together "${with_extras[@]}" || failed=yes
+    "$PYTHON" -m pytest -n 2 $together "${with_extras[@]}" || failed=yes
 fi
 [ -z "$failed" ]

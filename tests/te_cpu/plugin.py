@@ -14,8 +14,9 @@ from tests import te_cpu
 from tests.distributed.launching import SHARED
 
 gc.disable()  # As in the conftest.py, until tests have been collected.
+if te_cpu.VARIABLE not in os.environ:
+    os.environ.pop(SHARED, None)  # It has no emulated device.
 os.environ[te_cpu.VARIABLE] = "1"
-os.environ.pop(SHARED, None)  # It has no emulated device.
 te_cpu.install()
 
 from tests.te_cpu import extension  # noqa: E402
