@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Environment, linters and tests. Arguments go to pytest, which then runs one test at a time.
-#   tools/test.sh                          everything: 35 minutes on two cores, and the installation
-#   tools/test.sh --quick                  all but whole runs, engines and what is marked slow: seven minutes
+#   tools/test.sh                          everything: 20 minutes on two cores, and the installation
+#   tools/test.sh --quick                  all but whole runs, engines and what is marked slow: five minutes
 #   tools/test.sh [--quick] tests/unit -k buffer
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
