@@ -4,8 +4,8 @@ import gc
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
-import execnet
 import hypothesis
 import pytest
 
@@ -45,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: list[execnet.XSpec]) -> None:
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Workers are forks of what `share_fork_server` has started."""
     for spec in specs:
         spec.python = shlex.join([sys.executable, str(REPOSITORY / "tests" / "distributed" / "forked_worker.py")])
 
