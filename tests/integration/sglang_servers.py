@@ -130,7 +130,9 @@ class _LauncherFork:
         """The next number that is sent, None when none comes in time, -9 when none will."""
         if not select.select([self._connection], [], [], timeout)[0]:
             return None
-        return int(self._connection.recv(16) or b"-9")
+        with suppress(ConnectionResetError):
+            return int(self._connection.recv(16) or b"-9")
+        return -9
 
     def poll(self) -> int | None:
         if self._status is None:
