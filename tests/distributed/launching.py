@@ -54,9 +54,6 @@ class Fork:
     def terminate(self) -> None:
         self._process.terminate()
 
-    def kill(self) -> None:
-        self._process.kill()
-
 
 class _Ports:
     """Hands out ports of this machine, none twice, and none that another process of the same suite (pytest-xdist) does.

@@ -237,17 +237,9 @@ class Launcher:
 
 
 @contextmanager
-def serving_engines(
-    model: Path,
-    folder: Path,
-    num_engines: int,
-    *options: str,
-    gpus: str = "",
-    modules: Path | None = None,
-    anew: bool = False,
-) -> Iterator[Launcher]:
-    """Engines that serve; nothing of them is left afterwards."""
-    launcher = Launcher(model, folder, num_engines, *options, gpus=gpus, modules=modules, anew=anew)
+def serving_engines(model: Path, folder: Path, num_engines: int, *options: str, **settings: Any) -> Iterator[Launcher]:
+    """The engines of a Launcher, which serve; nothing of them is left afterwards."""
+    launcher = Launcher(model, folder, num_engines, *options, **settings)
     try:
         launcher.wait_until_serving()
         yield launcher

@@ -7,6 +7,7 @@ its arguments, and gets the process's id and, at its end, its exit status.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -101,10 +102,8 @@ def _engine(line: int, arguments: list[str], variables: dict[str, str], log: int
     os.dup2(log, 2)
     for name in os.listdir("/proc/self/fd"):  # Guards of other engines see the launcher's end.
         if int(name) > 2 and int(name) not in inherited:
-            try:
+            with contextlib.suppress(OSError):  # The listing's own is closed.
                 os.close(int(name))
-            except OSError:
-                continue  # The listing's own.
     os.environ.clear()
     os.environ.update(variables)
     sys.path[:0] = [path for path in variables["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
