@@ -43,19 +43,18 @@ if [ -n "$sglang" ] && wait "$sglang_installation"; then export DAPO_MEGA_SGLANG
 if [ -n "$trackers" ] && wait "$trackers_installation"; then export DAPO_MEGA_TRACKERS="$trackers"; fi
 # The suite shows the CPU path, also where there is a GPU; the GPU's own tests: python -m pytest -m gpu
 export CUDA_VISIBLE_DEVICES=
-# Without arguments of the caller's: several files at a time, and what takes long first. Three on two cores, as many tests
-# wait; with four, engines are through before a starved test has acted. (Not loadgroup: xdist 3.8 does not group under
-# pytest 9.2.)
+# Without arguments of the caller's: several files at a time, and what takes long first. Four on two cores, as many tests
+# wait for what they have started. (Not loadgroup: xdist 3.8 does not group under pytest 9.2.)
 together="--dist loadfile --no-loadscope-reorder"
 failed=
 if [ -n "$quick" ]; then
     set -- -m "not integration and not slow" "$@"
-    [ $# -gt 2 ] || set -- "$@" -n 3 $together tests/distributed tests/numerics tests/unit
+    [ $# -gt 2 ] || set -- "$@" -n 4 $together tests/distributed tests/numerics tests/unit
 elif [ $# -eq 0 ]; then
     # Where Transformer Engine's Python files cannot be had, their tests are skipped.
     PYTHON="$PYTHON" bash tools/install_te_sources.sh || true
     read -ra elsewhere <<< "${TESTED_ELSEWHERE:-}"  # By .ci/run, on another Python.
-    set -- -n 3 $together "${with_extras[@]/#/--ignore=}" "${elsewhere[@]/#/--deselect=}"
+    set -- -n 4 $together "${with_extras[@]/#/--ignore=}" "${elsewhere[@]/#/--deselect=}"
     set -- "$@" tests/te_cpu tests/integration tests/distributed tests/numerics tests/gpu tests/unit
 fi
 "$PYTHON" -m pytest "$@" || failed=yes

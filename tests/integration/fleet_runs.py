@@ -203,13 +203,6 @@ def signal_engine(engines: SharedEngines, index: int, number: signal.Signals) ->
 
 def responses_over_an_update(training_run: TrainingRun) -> list[tuple[Prompt, Trajectory]]:
     """Change the weights while groups are generated; the prompts and trajectories that old and new ones had part in."""
-    for version in range(training_run.step + 1, training_run.step + 4):
-        if met := _met_by(training_run, version):
-            return met
-    return []  # Engines were through, three times, before this process had changed the weights.
-
-
-def _met_by(training_run: TrainingRun, version: int) -> list[tuple[Prompt, Trajectory]]:
     collector, fleet = training_run.collector, training_run.fleet
 
     async def generated(request: GenerationRequest) -> Trajectory:
@@ -229,7 +222,7 @@ def _met_by(training_run: TrainingRun, version: int) -> list[tuple[Prompt, Traje
         ):
             if parameter.requires_grad:
                 parameter.mul_(1.5)
-    training_run.weight_sync.push(version)
+    training_run.weight_sync.push(training_run.step + 1)
     complete = [(prompt, future.result(600)) for prompt, future in pending]
     return [(prompt, trajectory) for prompt, trajectory in complete if len(trajectory.version_spans) > 1]
 
