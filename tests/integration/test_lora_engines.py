@@ -91,7 +91,7 @@ def test_responses_that_meet_an_adapter_carry_two_versions(tmp_path, engine):
         training_run.weight_sync.push(0)
         with torch.no_grad():
             for parameter in training_run.trainer.policy.lora.parameters.values():
-                parameter.normal_(0, 0.2)
+                parameter.normal_(0, 0.1)  # With twice as much, rounding alone came to the bound.
         training_run.weight_sync.push(0)
         met = responses_over_an_update(training_run)
         assert met
