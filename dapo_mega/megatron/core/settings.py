@@ -134,14 +134,16 @@ def _layout_settings(parallel: ParallelConfig, num_layers: int) -> dict[str, Any
 def _device_settings(arch: Architecture, model: ModelConfig) -> dict[str, Any]:
     on_gpu = accelerator.has_gpu()
     has_apex_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    is_clamped = arch.experts is not None and arch.experts.swiglu_limit is not None
     return {
         "use_cpu_initialization": not on_gpu and accelerator.device() == torch.device("cpu"),
-        # Fusions are CUDA kernels, or torch.compile, which costs minutes on a CPU.
-        "bias_activation_fusion": on_gpu and arch.activation == "silu",
-        # Makes Megatron take the activation from the layer spec: on the CPU our own SwiGLU.
-        "use_te_activation_func": not on_gpu
+        # Fusions are CUDA kernels, or torch.compile, which costs minutes on a CPU. This one clamps before it adds the
+        # bias of local layers; Transformer Engine's have added theirs by then.
+        "bias_activation_fusion": on_gpu
         and arch.activation == "silu"
-        and not (arch.experts and arch.experts.swiglu_limit),
+        and (uses_transformer_engine(model) or not is_clamped),
+        # Makes Megatron take the activation from the layer spec: on the CPU our own SwiGLU.
+        "use_te_activation_func": not on_gpu and arch.activation == "silu" and not is_clamped,
         "masked_softmax_fusion": False,
         # Megatron's grouped experts refuse it beside biases of theirs.
         "bias_dropout_fusion": on_gpu and not arch.has_all_biases,
