@@ -69,7 +69,7 @@ def save_adapter(model: TrainedModel, folder: Path) -> None:
         return
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        tensors = {name: tensor.contiguous() for name, tensor in found if name in names}
+        tensors = {name: tensor for name, tensor in found if name in names}
         write_adapter(partial, model.lora.config, tensors, model.path)
         swap_in(partial, folder)
     except (OSError, SafetensorError) as error:

@@ -23,14 +23,15 @@ from dapo_mega.megatron.core.checkpoint_files import sharded_parameter
 from dapo_mega.megatron.weights import ChunkLayout, fill_parameters, local_parameter, named_parameters, shard_of
 from dapo_mega.models import ShardRule, take_shard
 from dapo_mega.models.families import PlacedTensor
-from dapo_mega.models.hf_shapes import hf_shape
 from dapo_mega.models.layouts import DELTA, GATED, delta_sections
 from dapo_mega.models.megatron_format.entries import DELTA_PARTS
 from dapo_mega.models.peft_adapters import (
+    AdaptedWeight,
     AdapterSource,
     NewAdapter,
     PeftAdapter,
     adapted,
+    factor_shape,
     factors,
     seed_of,
     trained_names,
@@ -78,7 +79,7 @@ class Lora:
             for each in adapted(layout.tensors(number), lora.targets):
                 if any(name in weights for name in each.placed.megatron):
                     weight = local_parameter(weights, each.placed)
-                    adapter = Adapter(weight, each, self._parts_of_rows(each.placed), lora, config)
+                    adapter = Adapter(weight, each, self._parts_of_rows(each), lora, config)
                     attach(*owners[id(weight)], adapter)
                     self._adapters[each.placed] = adapter
         is_trained = self._is_trained
@@ -105,12 +106,11 @@ class Lora:
     def _is_trained(self, name: str) -> bool:
         return ".lora." in name or (self.layout.arch.has_value_head and name.startswith("output_layer."))
 
-    def _parts_of_rows(self, placed: PlacedTensor) -> Tensor:
-        """The index of the Hugging Face tensor that each row of this process's shard is of."""
-        arch = self.layout.arch
-        rows = [torch.full((hf_shape(name, arch)[0], 1), part) for part, name in enumerate(placed.hf)]
-        rule = ShardRule.REPLICATED if placed.layout is ShardRule.ROW else placed.layout
-        return take_shard(rows, rule, arch, *shard_of(placed, self._processes)).flatten()
+    def _parts_of_rows(self, weight: AdaptedWeight) -> Tensor:
+        """The index of the Hugging Face tensor that each row of this process's shard of B is of."""
+        arch, (*_, b) = self.layout.arch, weight.factors()
+        rows = [torch.full(factor_shape(name, arch, 1), part) for part, name in enumerate(b.hf)]
+        return take_shard(rows, b.layout, arch, *shard_of(b, self._processes)).flatten()
 
     def merged(self, placed: PlacedTensor, weight: Tensor) -> Tensor:
         """This process's shard of a parameter as engines are to have it."""
@@ -153,7 +153,7 @@ class Lora:
 
     @property
     def names(self) -> set[str]:
-        """What peft calls the trained tensors of the whole model."""
+        """The `peft_name` of the trained tensors of the whole model."""
         return trained_names(self.layout.family, self.layout.arch, self.config.targets)
 
     def write_config(self, folder: Path, base: Path) -> None:

@@ -100,7 +100,7 @@ FAMILY = ModelFamily(
             TensorRule((f"{_MLP}router.{kind}",), (f"{_HF_MLP}router.{kind}",), ShardRule.REPLICATED)
             for kind in ("weight", "bias")
         ),
-        _of_experts("linear_fc1", "weight", "gate_up_proj", ShardRule.INTERLEAVED_GATE_UP),
+        _of_experts("linear_fc1", "weight", "gate_up_proj", ShardRule.TRANSPOSED_INTERLEAVED_GATE_UP),
         _of_experts("linear_fc1", "bias", "gate_up_proj_bias", ShardRule.INTERLEAVED_GATE_UP),
         _of_experts("linear_fc2", "weight", "down_proj", ShardRule.TRANSPOSED_ROW),
         _of_experts("linear_fc2", "bias", "down_proj_bias", ShardRule.REPLICATED),

@@ -60,10 +60,13 @@ class ShardRule(Enum):
     FUSED_GATE_UP = "fused_gate_up"
     """The same parameter as GATE_UP, of one tensor that holds all of gate, then up."""
     INTERLEAVED_GATE_UP = "interleaved_gate_up"
-    """The same parameter as GATE_UP, of one tensor [in, 2 out] or [2 out] that holds gate and up in turn."""
+    """The same parameter as GATE_UP, of one tensor whose rows are of gate and up in turn."""
+    TRANSPOSED_INTERLEAVED_GATE_UP = "transposed_interleaved_gate_up"
+    """The same parameter as GATE_UP, of one tensor [in, 2 out] whose columns are of gate and up in turn."""
 
 
-GATED = (ShardRule.GATE_UP, ShardRule.FUSED_GATE_UP, ShardRule.INTERLEAVED_GATE_UP)
+INTERLEAVED = (ShardRule.INTERLEAVED_GATE_UP, ShardRule.TRANSPOSED_INTERLEAVED_GATE_UP)
+GATED = (ShardRule.GATE_UP, ShardRule.FUSED_GATE_UP, *INTERLEAVED)
 DELTA = (ShardRule.DELTA, ShardRule.DELTA_BY_HEAD)
 ROWS = (ShardRule.ROW, ShardRule.TRANSPOSED_ROW)
 
@@ -106,8 +109,8 @@ def gate_and_up(tensors: Sequence[Tensor], layout: ShardRule) -> Sequence[Tensor
     """Gate and up projections of one of the rules GATED apart, each with its rows first."""
     if layout is ShardRule.FUSED_GATE_UP:
         return tensors[0].chunk(2)
-    if layout is ShardRule.INTERLEAVED_GATE_UP:
-        rows = tensors[0].t()
+    if layout in INTERLEAVED:
+        rows = tensors[0] if layout is ShardRule.INTERLEAVED_GATE_UP else tensors[0].t()
         return rows[::2], rows[1::2]
     return tensors
 
@@ -129,8 +132,9 @@ def merge_shards(shards: Sequence[Tensor], layout: ShardRule, arch: Architecture
         return [_joined(shards)[: arch.vocab_size]]
     if layout is ShardRule.FUSED_GATE_UP:
         return [torch.cat(merge_shards(shards, ShardRule.GATE_UP, arch))]
-    if layout is ShardRule.INTERLEAVED_GATE_UP:
-        return [torch.stack(merge_shards(shards, ShardRule.GATE_UP, arch), dim=1).flatten(0, 1).t()]
+    if layout in INTERLEAVED:
+        rows = torch.stack(merge_shards(shards, ShardRule.GATE_UP, arch), dim=1).flatten(0, 1)
+        return [rows if layout is ShardRule.INTERLEAVED_GATE_UP else rows.t()]
     if layout is ShardRule.FUSED_QKV:
         return [torch.cat(merge_shards(shards, ShardRule.QKV, arch))]
     if layout is ShardRule.GATE_UP:

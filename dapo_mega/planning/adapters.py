@@ -78,14 +78,16 @@ def adapter_numels(placement: RankLayout, chunk: Chunk, lora: LoraConfig) -> tup
 def adapted_in(arch: Architecture, layer: int, lora: LoraConfig) -> list[Adapted]:
     """The weights of a layer that have adapters."""
     from dapo_mega.models.families import find_family
-    from dapo_mega.models.hf_shapes import hf_shape
-    from dapo_mega.models.peft_adapters import adapted
+    from dapo_mega.models.peft_adapters import adapted, factor_shape, peft_name
 
     tensors = find_family(arch.model_type).tensors(arch, range(layer, layer + 1), False, False)
     found = []
     for weight in adapted((placed for placed in tensors if placed.expert in (None, 0)), lora.targets):
-        shapes = [hf_shape(name, arch) for name in weight.placed.hf]
-        found.append(Adapted(weight, sum(rows for rows, _ in shapes), shapes[0][1]))
+        rows, columns = (
+            [factor_shape(peft_name(name, factor), arch, 1)[axis] for name in weight.placed.hf]
+            for axis, factor in enumerate("BA")
+        )
+        found.append(Adapted(weight, sum(rows), columns[0]))
     return found
 
 

@@ -18,6 +18,7 @@ from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
 from dapo_mega.megatron.processes import start_processes, stop_processes
 from dapo_mega.megatron.value_model import ValueModel
 from dapo_mega.models.hf_checkpoint import HfCheckpoint
+from dapo_mega.models.peft_adapters import peft_name
 from dapo_mega.planning.adapters import num_trained_parameters
 from dapo_mega.planning.parameters import num_parameters, stage_bytes
 from dapo_mega.planning.rank_layout import RankLayout
@@ -86,22 +87,26 @@ def transformers_names(weights):
     kept, experts = {}, {}
     for name, weight in weights.items():
         layer, found, rest = name.partition(".mlp.experts.")
-        if found and "." in rest:  # gpt-oss has them in one already.
-            number, part, _ = rest.split(".")
+        if found and "." in rest:  # gpt-oss's from an engine are in one already.
+            number, part = rest.removesuffix(".weight").split(".")
             experts.setdefault(layer, {}).setdefault(int(number), {})[part] = weight
         else:
             kept[name] = weight
     for layer, of_layer in experts.items():
         parts = [of_layer[number] for number in sorted(of_layer)]
-        gate_up = torch.stack([torch.cat([part["gate_proj"], part["up_proj"]]) for part in parts])
-        kept[f"{layer}.mlp.experts.gate_up_proj"] = gate_up
-        kept[f"{layer}.mlp.experts.down_proj"] = torch.stack([part["down_proj"] for part in parts])
+        for part in parts:
+            if "gate_proj" in part:
+                part["gate_up_proj"] = torch.cat([part.pop("gate_proj"), part.pop("up_proj")])
+        kept |= {f"{layer}.mlp.experts.{name}": torch.stack([part[name] for part in parts]) for name in parts[0]}
     return kept
 
 
 @pytest.mark.parametrize(
     ("make", "lora"),
-    [(make_qwen3_model, SOME), (make_qwen3_model, EVERY), (make_moe_model, EVERY), (make_deepseek_v3_model, EVERY)],
+    [
+        *((make_qwen3_model, lora) for lora in (SOME, EVERY)),
+        *((make, EVERY) for make in (make_moe_model, make_deepseek_v3_model, make_gpt_oss_model)),
+    ],
 )
 def test_gradients_of_a_and_b_are_those_of_float64(tmp_path, processes, make, lora):
     model = make(tmp_path / "model")
@@ -111,9 +116,10 @@ def test_gradients_of_a_and_b_are_those_of_float64(tmp_path, processes, make, lo
     source = HfCheckpoint(model)
     weights = {name: source.tensor(name).double() for name in source.names()}
     for name in list(weights):
-        a = f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight"
+        a = peft_name(name, "A")
         if a in factors:
-            weights[name] = weights[name] + SCALE * factors[a.replace("lora_A", "lora_B")] @ factors[a]
+            change = SCALE * factors[peft_name(name, "B")] @ factors[a]
+            weights[name] = weights[name] + (change if name.endswith(".weight") else change.t())
     samples = make_samples(6, all_in_loss=True)
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, experts_implementation="eager")
 
@@ -129,6 +135,9 @@ def test_gradients_of_a_and_b_are_those_of_float64(tmp_path, processes, make, lo
     got = gathered(policy)
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
+        if not gradient.any():  # Of an expert that no token went to.
+            assert not got[name].any(), name
+            continue
         assert relative_error({name: got[name]}, {name: gradient}) < 2e-5, name
 
 
@@ -146,7 +155,7 @@ def test_the_first_model_is_that_without_adapters_and_stays_the_reference(tmp_pa
     assert float((policy.score([batch])[0].logprobs - expected.logprobs).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("make", [make_qwen3_model, make_phi3_model, make_moe_model])
+@pytest.mark.parametrize("make", [make_qwen3_model, make_phi3_model, make_moe_model, make_gpt_oss_model])
 def test_an_engine_that_gets_merged_weights_agrees_with_the_policy(tmp_path, processes, make):
     model = make(tmp_path / "model")
     policy = make_policy(model, processes, make_adapter(tmp_path / "adapter", model, LoraConfig(**EVERY)), **EVERY)
@@ -166,7 +175,8 @@ def test_an_engine_that_gets_merged_weights_agrees_with_the_policy(tmp_path, pro
         (partial(make_qwen3_model, attention_bias=True), EVERY),
         (make_qwen3_model, SOME),
         (make_phi3_model, EVERY),
-        (make_gpt_oss_model, EVERY),
+        (make_gpt_oss_model, {**EVERY, "dropout": 0.2}),
+        (make_gpt_oss_model, {**EVERY, "targets": ("experts.gate_up_proj",)}),
         (make_olmo2_model, EVERY),
         (make_olmo3_model, EVERY),
         (make_gemma3_model, EVERY),
@@ -245,11 +255,13 @@ def test_changed_adapters_take_effect_at_a_resume(tmp_path, processes):
     assert losses[0]["policy/loss"] != losses[1]["policy/loss"]
 
 
-@pytest.mark.parametrize("make", [make_qwen3_model, make_moe_model])
-def test_planned_bytes_are_those_that_megatron_allocates(tmp_path, processes, make):
-    path, lora = make(tmp_path / "model"), LoraConfig(**SOME)
+@pytest.mark.parametrize(
+    ("make", "lora"), [(make_qwen3_model, SOME), (make_moe_model, SOME), (make_gpt_oss_model, EVERY)]
+)
+def test_planned_bytes_are_those_that_megatron_allocates(tmp_path, processes, make, lora):
+    path, given, lora = make(tmp_path / "model"), lora, LoraConfig(**lora)
     model = ModelConfig(path=str(path), dtype="fp32")
-    policy = make_policy(path, processes, **SOME)
+    policy = make_policy(path, processes, **given)
     policy.update([TokenBatch(pack(make_samples(3)))], SupervisedLoss())
     placement = RankLayout(policy.arch, ParallelConfig(), 1)
     critic = ValueModel(

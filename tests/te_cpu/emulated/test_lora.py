@@ -5,6 +5,7 @@ import torch
 from transformers import Qwen2Config
 
 from dapo_mega.config import LoraConfig
+from dapo_mega.megatron.core.layers import attends_with_sinks
 from tests.distributed.test_lora import make_adapter
 from tests.distributed.three_updates import learnt, relative_error, three_updates
 from tests.distributed.tiny import save_random
@@ -21,21 +22,34 @@ SP = {"tensor": 2, "sequence": True}
 
 
 def make(folder, kind):
-    from transformers import Qwen3Config, Qwen3MoeConfig
+    from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
     if kind == "dense":
         return save_random(Qwen3Config(**SIZES), folder)
+    if kind == "stacked":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 1.5, "sliding_window": 128}
+        return save_random(GptOssConfig(**SIZES, **experts), folder)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
     return save_random(Qwen3MoeConfig(**SIZES, **experts), folder, scale=0.08)
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dense",
+        "experts",
+        pytest.param(
+            "stacked",
+            marks=pytest.mark.skipif(not attends_with_sinks()[0], reason="Transformer Engine's layers refuse it"),
+        ),
+    ],
+)
 def test_adapters_learn_beside_transformer_engine_what_they_learn_beside_local_layers(tmp_path, kind):
     model, lora = make(tmp_path / "model", kind), {"rank": 4, "alpha": 8.0}
     lora["path"] = str(make_adapter(tmp_path / "adapter", model, LoraConfig(**lora)))
     with_adapter = {"lora": lora, "budget": 512}
     alone = {"local": {**with_adapter, "layers": "local"}, "one": with_adapter}
-    spread = {"parallel": {**SP, "expert": 2} if kind == "experts" else SP, **with_adapter}
+    spread = {"parallel": SP if kind == "dense" else {**SP, "expert": 2}, **with_adapter}
     results = three_updates(1, alone, dict.fromkeys(alone, model), tmp_path)
     results |= three_updates(2, {"tp2": spread}, {"tp2": model}, tmp_path)
     expected = results.pop("local")

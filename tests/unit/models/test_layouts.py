@@ -45,7 +45,8 @@ def hf_tensors(layout, arch, bias):
         ShardRule.DELTA_BY_HEAD: [(8 + 8 + 24 + 24, *tail), (16, *tail)],
         ShardRule.FUSED_QKV: [(q + 2 * kv, *tail)],
         ShardRule.TRANSPOSED_ROW: [(arch.ffn_hidden_size, arch.hidden_size)],
-        ShardRule.INTERLEAVED_GATE_UP: [(*tail, 2 * arch.ffn_hidden_size)],
+        ShardRule.INTERLEAVED_GATE_UP: [(2 * arch.ffn_hidden_size, *tail)],
+        ShardRule.TRANSPOSED_INTERLEAVED_GATE_UP: [(arch.hidden_size, 2 * arch.ffn_hidden_size)],
         ShardRule.FUSED_GATE_UP: [(2 * arch.ffn_hidden_size, arch.hidden_size)],
     }[layout]
     start = 0

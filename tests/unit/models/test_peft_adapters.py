@@ -34,10 +34,12 @@ def check(model, **lora):
 
 def test_all_linear_layers_are_those_of_attention_mlps_and_experts(dense, tmp_path):
     experts, fused = make_moe_model(tmp_path / "experts"), make_phi3_model(tmp_path / "fused")
-    for model, count in ((dense, 4 * 7), (experts, 4 * (4 + 4 * 3)), (fused, 4 * 4)):
+    stacked = make_gpt_oss_model(tmp_path / "stacked")
+    for model, count in ((dense, 4 * 7), (experts, 4 * (4 + 4 * 3)), (fused, 4 * 4), (stacked, 4 * (4 + 4 * 2))):
         names = trained_names(*load_architecture(model), ("all-linear",))
         assert len(names) == 2 * count
-        assert not any(part in name for name in names for part in ("norm", "embed", "lm_head", "mlp.gate."))
+        out = ("norm", "embed", "lm_head", "mlp.gate.", "router", "bias")
+        assert not any(part in name for name in names for part in out)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +85,24 @@ def test_the_layers_of_latent_attention_and_delta_rules_are_targets_and_are_not_
     check(delta, send="adapters", targets=("q_proj", "k_proj", "v_proj"))
 
 
-def test_experts_in_one_parameter_are_no_targets(tmp_path):
-    with pytest.raises(InputError, match=r"'down_proj' is no linear layer of gpt_oss .* among k_proj, o_proj, q_proj"):
-        check(make_gpt_oss_model(tmp_path), targets=("down_proj",))
+def test_experts_in_one_parameter_are_targets_by_its_name(tmp_path):
+    model, lora = make_gpt_oss_model(tmp_path / "model"), {"rank": 4, "alpha": 8.0, "dropout": 0.1}
+    given = {**lora, "targets": ("q_proj", "mlp.experts.down_proj")}
+    adapter = make_adapter(tmp_path / "adapter", model, LoraConfig(**given))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj"]
+    assert config["target_parameters"] == ["mlp.experts.down_proj"]
+    assert config["lora_dropout"] == 0, "peft refuses it beside such parameters"
+    check(model, **given, path=str(adapter))
+    for targets, said in (
+        (("down_proj_bias",), "'down_proj_bias' is no linear layer of gpt_oss .* among down_proj, gate_up_proj, k_"),
+        (("q_proj",), r"has .*experts.lora_A.* unlike .* \['q_proj'\] and target_parameters, \['mlp.experts.down"),
+        (("q_proj", "gate_up_proj"), r"experts.lora_A.weight is \[16, 32\], and for this model it would be \[16, 48\]"),
+    ):
+        with pytest.raises(InputError, match=said):
+            check(model, **{**given, "targets": targets}, path=str(adapter))
+    with pytest.raises(InputError, match=r"adapters of experts is not supported yet"):
+        check(model, send="adapters")
 
 
 def changed(folder: Path, **config):
@@ -124,6 +141,7 @@ def damaged(folder, model):
         (with_more_layers, "has base_model.model.model.layers.4.* and 3 more"),
         (lambda folder, model: changed(folder, use_dora=True), "has use_dora=True, which is not supported"),
         (lambda folder, model: changed(folder, modules_to_save=["lm_head"]), "has modules_to_save="),
+        (lambda folder, model: changed(folder, target_parameters=["mlp.experts.x"]), "has target_parameters="),
         (damaged, "cannot be read as safetensors"),
         (lambda folder, model: {"path": str(folder.parent / "none")}, "adapter_config.json is missing; give a folder"),
     ],
