@@ -295,7 +295,7 @@ def _wanted_content(model: TrainedModel, saved: Collection[str], prefix: str = "
     layers' states only those that were `saved`: norms of Transformer Engine have one, those of Megatron have none."""
     chunks = _sharded_chunks(model)
     for chunk in chunks.values():
-        for key in [key for key in chunk if key.endswith(_LAYER_STATE)]:
+        for key in [key for key in chunk if _LAYER_STATE in key]:
             if prefix + chunk[key].unique_key not in saved:
                 del chunk[key]
     optimizer = sharded_optimizer(model.optimizer, chunks, is_loading=True)
@@ -307,17 +307,19 @@ def _wanted_content(model: TrainedModel, saved: Collection[str], prefix: str = "
 def _restore(model: TrainedModel, loaded: Mapping[str, Any]) -> None:
     for name, chunk in _named_chunks(model).items():
         state = loaded.get(name, {})  # Megatron leaves out chunks without adapters: those without layers.
-        if model.lora:
-            model.lora.load(state)
-            continue
+        layers = {key: value for key, value in state.items() if _LAYER_STATE in key}
+        weights = {key: value for key, value in state.items() if key not in layers}
         if loaded.get("fp8", model.fp8_settings) != model.fp8_settings:  # Checkpoints of earlier versions lack them.
-            # The layers' FP8 states bring number formats with them, and scales that other layers lack.
-            state = {key: value for key, value in state.items() if not key.endswith(_LAYER_STATE)}
+            layers = {}  # Their FP8 states bring number formats with them, and scales that other layers lack.
+        if model.lora:
+            model.lora.load(weights)
+            weights = {}
+        state = weights | layers
         merge_layer_states(unwrapped(chunk), state)
         with checked_layer_states():
             missing, unexpected = unwrapped(chunk).load_state_dict(state, strict=False)
         assert not unexpected
-        assert all(key.endswith(_LAYER_STATE) for key in missing), missing
+        assert model.lora or all(key.endswith(_LAYER_STATE) for key in missing), missing
     model.load_optimizer(loaded["optimizer"], loaded["scheduler"])
 
 
@@ -328,10 +330,16 @@ def _named_chunks(model: TrainedModel) -> dict[str, Any]:
 
 
 def _sharded_chunks(model: TrainedModel) -> dict[str, Any]:
-    """Megatron's sharded state dict of each model chunk, with LoRA of its adapters."""
-    if model.lora:
-        return {name: model.lora.sharded_state(chunk) for chunk, name in enumerate(_named_chunks(model))}
-    return {name: unwrapped(chunk).sharded_state_dict() for name, chunk in _named_chunks(model).items()}
+    """Megatron's sharded state dict of each model chunk; with LoRA of its adapters, and of its layers' states, which
+    are FP8 scales of earlier updates."""
+    chunks: dict[str, Any] = {}
+    for number, (name, chunk) in enumerate(_named_chunks(model).items()):
+        is_whole = not model.lora or model.fp8_settings["scaling"] == "delayed"
+        chunks[name] = unwrapped(chunk).sharded_state_dict() if is_whole else {}
+        if model.lora:
+            layers = {key: state for key, state in chunks[name].items() if _LAYER_STATE in key}
+            chunks[name] = model.lora.sharded_state(number) | layers
+    return chunks
 
 
 def _check_optimizers(model: TrainedModel, path: Path, key: str) -> None:

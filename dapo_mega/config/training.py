@@ -41,11 +41,6 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
-        if self.lora and self.compute.fp8.scaling == "delayed":
-            raise ValueError(
-                "lora with compute.fp8.scaling=delayed is not supported yet: checkpoints of adapters hold no scales of "
-                "earlier updates; set compute.fp8.scaling=tensorwise or blockwise"
-            )
         if self.lora and self.compute.moe.router_bias_update_rate > 0:
             raise ValueError(
                 "lora trains no routing bias, which compute.moe.router_bias_update_rate > 0 asks for; set it to 0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dapo_mega.config import ComputeConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 
@@ -29,6 +29,7 @@ def device_policy(
     *,
     dtype: str = "bf16",
     learning_rate: float = 1e-4,
+    lora: LoraConfig | None = None,
     **compute: Any,
 ) -> MegatronPolicy:
     """A policy of the checkpoint in `folder`, with `compute` as in that section of the configuration."""
@@ -41,4 +42,5 @@ def device_policy(
         updates_per_step=1,
         num_steps=2,
         compute=ComputeConfig(**compute),
+        lora=lora,
     )

@@ -10,7 +10,7 @@ from dapo_mega.batching.microbatch import pack
 from dapo_mega.batching.samples import flatten
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.checkpoints.store import CheckpointStore, LoopState
-from dapo_mega.config import ParallelConfig
+from dapo_mega.config import LoraConfig, ParallelConfig
 from dapo_mega.config.compute import Fp8Config
 from dapo_mega.conversion.convert import open_checkpoint, to_hf
 from dapo_mega.data.tokenizer import build_character_tokenizer
@@ -98,6 +98,7 @@ def test_a_checkpoint_of_a_machine_without_gpu_continues_on_one(tmp_path, policy
     assert [group["step"] for group in policy.optimizer.param_groups] == [2, 2]
 
 
+LORA = {"lora": LoraConfig(rank=4)}
 # Settings that a checkpoint is written with -> those that are changed at a resume.
 RESUMES = [
     ({"scaling": "delayed"}, {"format": "e4m3"}),
@@ -108,6 +109,9 @@ RESUMES = [
     ({"scaling": "tensorwise"}, {"format": "e4m3"}),
     ({"scaling": "tensorwise"}, {"bf16_layers_at_ends": 1}),
     ({"scaling": "blockwise", "params": True}, {"format": "e4m3"}),
+    ({"scaling": "delayed", **LORA}, {"format": "e4m3"}),
+    ({"scaling": "delayed", **LORA}, {"scaling": "blockwise"}),
+    ({"scaling": "tensorwise", **LORA}, {"scaling": "delayed"}),
     ({"scaling": "none", "implementation": "local"}, {"scaling": "blockwise", "implementation": "auto"}),
 ]
 
@@ -123,8 +127,9 @@ def test_changed_fp8_and_layers_take_effect_at_a_resume(tmp_path):
 
     def made(settings):
         fp8 = {"amax_history": 16, **settings}
-        implementation = fp8.pop("implementation", "auto")
-        return device_policy(folder, processes, implementation, learning_rate=1e-2, fp8=fp8), Fp8Config(**fp8)
+        implementation, lora = fp8.pop("implementation", "auto"), fp8.pop("lora", None)
+        policy = device_policy(folder, processes, implementation, learning_rate=1e-2, lora=lora, fp8=fp8)
+        return policy, Fp8Config(**fp8)
 
     for number, (before, change) in enumerate(RESUMES):
         if str(before) not in saved:

@@ -2,15 +2,22 @@
 
 import pytest
 import torch
+import transformers
 from transformers import Qwen2Config
 
-from dapo_mega.config import LoraConfig
+from dapo_mega.batching.microbatch import pack
+from dapo_mega.batching.samples import flatten
+from dapo_mega.config import LoraConfig, ParallelConfig
 from dapo_mega.megatron.core.layers import attends_with_sinks
+from dapo_mega.megatron.megatron_policy import WithoutAdapters
+from dapo_mega.megatron.objectives import SupervisedLoss, TokenBatch
+from dapo_mega.megatron.processes import start_processes, stop_processes
 from tests.distributed.test_lora import make_adapter
 from tests.distributed.three_updates import learnt, relative_error, three_updates
-from tests.distributed.tiny import save_random
+from tests.distributed.tiny import make_samples, save_random
+from tests.gpu.device_policy import DEVICE_SIZES, device_policy
 
-from .test_layouts import BF16, DEVICE_SIZES
+from .test_layouts import BF16, MODELS
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -61,23 +68,32 @@ def test_adapters_learn_beside_transformer_engine_what_they_learn_beside_local_l
 
 
 @pytest.mark.parametrize(
-    ("scaling", "params"),
+    ("kind", "scaling", "params"),
     [
-        pytest.param("tensorwise", False, marks=pytest.mark.whole_table),
-        pytest.param("blockwise", False, marks=pytest.mark.whole_table),
-        ("blockwise", True),
+        pytest.param("dense", "tensorwise", False, marks=pytest.mark.whole_table),
+        pytest.param("dense", "blockwise", False, marks=pytest.mark.whole_table),
+        ("dense", "blockwise", True),
+        ("dense", "delayed", False),
+        pytest.param("dense", "delayed", True, marks=pytest.mark.whole_table),
+        ("experts", "delayed", True),
     ],
 )
-def test_adapters_learn_beside_fp8_layers_within_their_precision_and_resume_to_the_bit(tmp_path, scaling, params):
-    model, lora = save_random(Qwen2Config(**DEVICE_SIZES), tmp_path / "model", scale=0.03), {"rank": 4, "alpha": 8.0}
+def test_adapters_learn_beside_fp8_layers_within_their_precision_and_resume_to_the_bit(tmp_path, kind, scaling, params):
+    config, sizes = MODELS[kind]
+    model = save_random(getattr(transformers, config)(**sizes), tmp_path / "model", scale=0.03)
+    lora = {"rank": 4, "alpha": 8.0}
     lora["path"] = str(make_adapter(tmp_path / "adapter", model, LoraConfig(**lora)))
-    fp8 = {**BF16, "lora": lora, "budget": 512, "compute": {"fp8": {"scaling": scaling, "params": params}}}
+    # With fewer samples, one that crosses a limit of the loss changes it by percents.
+    with_adapter = {"lora": lora, "budget": 512, "samples": (17, 29, 41)}
+    with_adapter["parallel"] = {"expert": 2} if kind == "experts" else {}
+    fp8 = {**BF16, **with_adapter, "compute": {"fp8": {"scaling": scaling, "params": params, "amax_history": 16}}}
     cases = {
-        "local": {"lora": lora, "budget": 512, "layers": "local"},
+        "local": {**with_adapter, "layers": "local"},
         "whole": {**fp8, "save_after": 2},
         "resumed": {**fp8, "resume": "whole"},
     }
-    local, whole, resumed = three_updates(1, cases, dict.fromkeys(cases, model), tmp_path).values()
+    results = three_updates(1 + (kind == "experts"), cases, dict.fromkeys(cases, model), tmp_path)
+    local, whole, resumed = results.values()
     for mine, expected in zip(whole["metrics"], local["metrics"], strict=True):
         assert mine["policy/loss"] == pytest.approx(expected["policy/loss"], rel=0.08, abs=1e-3)
         assert mine["policy/grad_norm"] == pytest.approx(expected["policy/grad_norm"], rel=0.12)
@@ -86,3 +102,31 @@ def test_adapters_learn_beside_fp8_layers_within_their_precision_and_resume_to_t
     assert changed == {f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}
     assert resumed["metrics"] == whole["metrics"][2:]
     assert all(torch.equal(resumed["after"][key], tensor) for key, tensor in whole["after"].items())
+    if (kind, scaling) == ("dense", "delayed"):  # Scales go with their layers to other processes.
+        layouts = {"pp2": {"pipeline": 2}, "tp2": SP}
+        spread = {name: {**fp8, "parallel": layout, "resume": "whole"} for name, layout in layouts.items()}
+        pp2, tp2 = three_updates(2, spread, dict.fromkeys(spread, model), tmp_path).values()
+        assert all(torch.equal(pp2["after"][key], tensor) for key, tensor in whole["after"].items())
+        assert relative_error(tp2["after"], whole["after"]) < (0.04 if params else 0.002)
+
+
+def test_the_reference_beside_delayed_scaling_is_the_start_within_its_precision(tmp_path):
+    """It is scored with the scales of the policy, which later updates change."""
+    model = save_random(Qwen2Config(**DEVICE_SIZES), tmp_path / "model", scale=0.03)
+    processes = start_processes(ParallelConfig(), 0)
+    fp8 = {"scaling": "delayed", "amax_history": 16}
+    policy = device_policy(model, processes, learning_rate=1e-2, lora=LoraConfig(rank=4, alpha=8.0), fp8=fp8)
+    batch = pack(flatten(make_samples(8, all_in_loss=True)), policy.packing_layout, max_response_tokens=64)
+
+    def scores(model):
+        return model.score([batch])[0].logprobs
+
+    reference, start = WithoutAdapters(policy), scores(policy)
+    assert torch.equal(scores(reference), start)
+    in_bf16 = scores(device_policy(model, processes))
+    for _ in range(3):
+        policy.update([TokenBatch(batch)], SupervisedLoss())
+    learnt, stays = scores(policy), scores(reference)
+    assert (stays - in_bf16).abs().mean() < 1.2 * (start - in_bf16).abs().mean()
+    assert (learnt - start).abs().mean() > 10 * (stays - start).abs().mean()
+    stop_processes()
