@@ -413,7 +413,7 @@ Receivers = Literal["leaders", "stage_leaders", "senders"]
 stage those of the stage; or all processes of a stage get about equal numbers of its bytes."""
 
 
-Selection = Literal["merged", "base", "adapters"]
+Selection = Literal["merged", "base", "adapters", "whole"]
 """What is sent of a policy with LoRA: its weights with the adapters in them; without; or A and B by peft's names."""
 
 

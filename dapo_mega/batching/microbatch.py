@@ -25,7 +25,8 @@ class MicroBatch:
     The last position of a segment predicts nothing: its columns have the value `outside` (see `Sample`), like those of
     padding. `token_weights` [T] float32 are the weights of the tokens' losses, 0 outside the loss. `denominator` is
     this micro-batch's share of the mini-batch's. Padding, at the end of samples and as an extra last segment, has token
-    0 and does not count in `num_tokens`.
+    0 and does not count in `num_tokens`. `second_tokens` [T] are those after the predicted ones, and `second_weights`
+    [T] their weights, 0 where a segment has none.
     """
 
     tokens: Tensor
@@ -38,6 +39,8 @@ class MicroBatch:
     token_weights: Tensor
     denominator: int
     num_tokens: int
+    second_tokens: Tensor
+    second_weights: Tensor
 
     def response_rows(self) -> Tensor:
         """Positions [N] that predict response tokens."""
@@ -108,6 +111,8 @@ class MicroBatch:
             trajectories=self.trajectories.to(device),
             targets=self.targets.map(lambda column: column.to(device)),
             token_weights=self.token_weights.to(device),
+            second_tokens=self.second_tokens.to(device),
+            second_weights=self.second_weights.to(device),
         )
 
 
@@ -140,6 +145,9 @@ def pack(
     _, first, inverse = np.unique(trajectories.numpy(), return_index=True, return_inverse=True)
     weights = [response_weight(n, aggregation, max_response_tokens)[0] for n in samples.origins.loss_tokens.tolist()]
     of_segments = torch.tensor([*weights, 0.0] if padding else weights).repeat_interleave(segments)
+    token_weights = of_segments * targets.loss_mask
+    has_second = torch.ones(len(tokens), dtype=torch.bool)
+    has_second[bounds[1:] - 1] = False
     return MicroBatch(
         tokens=tokens,
         positions=ranges(torch.zeros_like(segments), segments),
@@ -148,9 +156,11 @@ def pack(
         trajectories=trajectories,
         max_seqlen=int(segments.max()),
         targets=targets,
-        token_weights=of_segments * targets.loss_mask,
+        token_weights=token_weights,
         denominator=_denominator(samples.origins, targets, aggregation, max_response_tokens),
         num_tokens=int(samples.lengths.sum()),
+        second_tokens=targets.token_ids.long().roll(-1) * has_second,
+        second_weights=token_weights.roll(-1) * has_second,
     )
 
 
@@ -211,6 +221,8 @@ def context_slice(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         first_segments=take(micro_batch.first_segments),
         targets=micro_batch.targets.map(take),
         token_weights=take(micro_batch.token_weights),
+        second_tokens=take(micro_batch.second_tokens),
+        second_weights=take(micro_batch.second_weights),
         denominator=0 if rank else micro_batch.denominator,
         num_tokens=0 if rank else micro_batch.num_tokens,
     )

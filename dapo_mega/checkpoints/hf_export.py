@@ -3,7 +3,6 @@ does."""
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors import SafetensorError
 
 from dapo_mega.errors import InputError
 from dapo_mega.megatron.trained_model import TrainedModel
-from dapo_mega.models.hf_checkpoint import mtp_names
+from dapo_mega.models.hf_checkpoint import mtp_copies, mtp_names
 from dapo_mega.models.hf_writer import ShardWriter, copy_config_and_tokenizer, swap_in
 from dapo_mega.models.megatron_format.files import mtp_source
 from dapo_mega.models.peft_adapters import write_adapter
@@ -22,8 +21,8 @@ _BUCKET_BYTES = 512 * 2**20
 
 
 def save_hf_checkpoint(model: TrainedModel, folder: Path) -> None:
-    """Collective. Weights in sharded safetensors; configuration, tokenizer and layers of multi-token prediction
-    copied from the starting model. A value model becomes a token classifier with one label.
+    """Collective. Weights in sharded safetensors; configuration, tokenizer and layers of multi-token prediction that
+    did not learn copied from the starting model. A value model becomes a token classifier with one label.
 
     Writes beside `folder` and renames, replacing an earlier export. Raises InputError on rank 0 if writing fails.
     """
@@ -33,7 +32,7 @@ def save_hf_checkpoint(model: TrainedModel, folder: Path) -> None:
     failure = None
     if writing:
         shutil.rmtree(partial, ignore_errors=True)
-    for bucket in itertools.chain[NamedTensors](model.weights(_BUCKET_BYTES), _mtp_tensors(model)):
+    for bucket in _exported(model):
         if writing and failure is None:
             try:
                 shards.add(bucket)
@@ -51,12 +50,21 @@ def save_hf_checkpoint(model: TrainedModel, folder: Path) -> None:
         raise InputError(f"cannot write the Hugging Face checkpoint {folder} ({failure}); free space and run again")
 
 
-def _mtp_tensors(model: TrainedModel) -> Iterator[NamedTensors]:
-    """The layers of multi-token prediction as the policy was started with, on rank 0."""
-    if model.processes.rank or not model.family.has_mtp_layers or model.arch.has_value_head:
+def _exported(model: TrainedModel) -> Iterator[NamedTensors]:
+    """Collective. All weights, and on rank 0 the tensors of multi-token prediction that did not learn, as the policy
+    was started with; those that are copies of weights that did learn are copies again."""
+    trained, source = model.selected("whole").weights(_BUCKET_BYTES), None
+    if not model.processes.rank and model.family.mtp and not model.arch.has_value_head:
+        source = mtp_source(model.path, model.arch)
+    if source is None:
+        yield from trained
         return
-    if source := mtp_source(model.path):
-        yield from ([(name, source.tensor(name))] for name in mtp_names(source.names(), model.arch))
+    learned = {name for chunk in range(model.layout.num_chunks) for t in model.layout.tensors(chunk) for name in t.hf}
+    kept = mtp_names(source.names() - learned, model.arch)
+    copies = mtp_copies(kept, model.arch) if model.arch.trains_mtp else {}
+    for bucket in trained:
+        yield ((n, t) for own, t in bucket for n in (own, *(copy for copy in copies if copies[copy] == own)))
+    yield from ([(name, source.tensor(name))] for name in kept if name not in copies)
 
 
 def save_adapter(model: TrainedModel, folder: Path) -> None:

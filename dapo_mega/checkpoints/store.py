@@ -43,7 +43,7 @@ from dapo_mega.megatron.core.checkpoint_files import (
 from dapo_mega.megatron.core.decoder import unwrapped
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models.hf_writer import copy_config_and_tokenizer, write_config
-from dapo_mega.models.megatron_format.files import CRITIC_PREFIX
+from dapo_mega.models.megatron_format.files import CRITIC_PREFIX, MTP_PREFIX
 from dapo_mega.models.megatron_format.pickles import check_pickles, read_metadata
 from dapo_mega.models.megatron_format.writing import write_vocabulary
 from dapo_mega.models.stored_model import CRITIC_CONFIG_FILE
@@ -187,6 +187,12 @@ class CheckpointStore(CheckpointFolders):
             raise InputError(
                 f"checkpoint {path} is of a run with{'' if has_adapters else 'out'} lora, unlike this one; resume with "
                 f"the section lora as it was, or start a run in another output_dir with its export as model.path"
+            )
+        has_mtp = any(key.startswith(MTP_PREFIX) for key in saved)
+        if has_mtp != policy.arch.trains_mtp:
+            raise InputError(
+                f"checkpoint {path} is of a run with model.train_mtp={str(has_mtp).lower()}, unlike this one; resume "
+                f"with it, or start a run in another output_dir with its export as model.path"
             )
         if policy.lora and (left_out := policy.lora.left_out(saved)):
             raise InputError(

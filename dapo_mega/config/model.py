@@ -18,6 +18,8 @@ class ModelConfig(Section):
     Training does not read it."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Number format of weights and activations; the optimizer keeps fp32. fp32 for CPUs and comparisons."""
+    train_mtp: bool = False
+    """Train the checkpoint's layer of multi-token prediction beside the policy, which learns as it does without."""
     layer_implementation: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of the policy. local: Megatron's in torch; transformer_engine: for GPUs; auto: Transformer Engine if it is
     installed and there is a GPU, else local."""

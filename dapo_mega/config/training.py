@@ -41,6 +41,8 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
+        if self.lora and self.model.train_mtp:
+            raise ValueError("lora trains no layers of multi-token prediction; set model.train_mtp=false")
         if self.lora and self.compute.moe.router_bias_update_rate > 0:
             raise ValueError(
                 "lora trains no routing bias, which compute.moe.router_bias_update_rate > 0 asks for; set it to 0"

@@ -96,12 +96,13 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """The Hugging Face names of all tensors, in checkpoint order, last those of multi-token prediction."""
+        """The Hugging Face names of all tensors, in checkpoint order, last those of multi-token prediction that are no
+        part of the model."""
         return self._own + self.mtp_names
 
     @property
     def mtp_names(self) -> list[str]:
-        return mtp_names(self.source.names(), self.arch)
+        return mtp_names(self.source.names() - set(self._own), self.arch)
 
     @property
     def _own(self) -> list[str]:
@@ -125,8 +126,8 @@ def open_checkpoint(path: Path, model: Path | None = None, *, is_critic: bool = 
         )
     stored = open_critic(path) if is_critic else open_any(path, companions)
     given = model if model and any(model.glob("*.safetensors")) else None
-    if given and isinstance(stored.source, MegatronCheckpoint) and stored.family.has_mtp_layers and not is_critic:
-        stored.source.mtp = stored.source.mtp or mtp_source(given)
+    if given and isinstance(stored.source, MegatronCheckpoint) and stored.family.mtp and not is_critic:
+        stored.source.mtp = stored.source.mtp or mtp_source(given, stored.arch)
     check_source(stored.source, stored.family, stored.arch)
     return Checkpoint(stored.source, companions, stored.family, stored.arch, stored.config)
 

@@ -13,18 +13,21 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from dapo_mega.algorithms.ratios import means_over
 from dapo_mega.batching.microbatch import MicroBatch
 from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.distributed.processes import Processes
 from dapo_mega.megatron.core.decoder import unwrapped
+from dapo_mega.megatron.core.mtp import embedding_on_last_stage
 from dapo_mega.megatron.core.routing import replay_routes
 from dapo_mega.megatron.megatron_model import MegatronModel
 from dapo_mega.megatron.objectives import Objective, TokenBatch, TokenScores
-from dapo_mega.megatron.output_layer import ChosenTokens, PolicyStage
+from dapo_mega.megatron.output_layer import ChosenTokens, PolicyStage, TokensAhead
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models import Architecture
 from dapo_mega.models.stored_model import open_policy
 
+_MTP_SUMS = ("mtp_logprobs", "mtp_likeliest", "mtp_tokens")
 _CALIBRATION_PASSES = 2
 """The largest values that the first pass sees come out of layers that computed with a scale of 1."""
 
@@ -118,7 +121,7 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         seed: int = 0,
     ) -> None:
         compute = compute or ComputeConfig()
-        stored = open_policy(Path(model.path))
+        stored = open_policy(Path(model.path), trains_mtp=model.train_mtp)
         super().__init__(
             stored,
             model,
@@ -153,22 +156,43 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         before the step; without `score_entropy` their entropies are 0 unless the objective needs them.
         """
 
+        of_mtp = _MTP_SUMS if self.arch.trains_mtp else ()
+
         def make_loss(batch: TokenBatch) -> Any:
-            def loss(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            def loss(output: Any) -> tuple[Tensor, Tensor, Tensor]:
+                output, guessed = output if of_mtp else (output, output.new_zeros(1))
                 if scores is not None:
                     scores.append(TokenScores(*output.detach()[:2].unbind()))
                 term = objective.evaluate(TokenScores.of(output), batch)
-                return term.total, term.denominator, torch.stack([term.sums[name] for name in objective.sum_names])
+                sums = torch.stack([term.sums[name] for name in objective.sum_names])
+                return term.total + guessed[0], term.denominator, torch.cat([sums, guessed[1:].detach()])
 
             return loss
 
         replay_routes(map(unwrapped, self.chunks))  # Without what an update that failed has left.
         with_entropy = "entropy" in objective.needs or (scores is not None and score_entropy)
-        update = self._step(batches, make_loss, partial(chosen_tokens, with_entropy=with_entropy), objective.sum_names)
+        make_labels = partial(chosen_tokens, with_entropy=with_entropy, looks_ahead=bool(of_mtp))
+        if of_mtp:
+            self._share_embedding()
+        update = self._step(batches, make_loss, make_labels, (*objective.sum_names, *of_mtp))
         if scores is not None and not self.processes.is_last_stage:
             scores += _no_scores(len(batches))
         of_loss = {**objective.metrics(update.sums), "policy/empty_update_share": float(update.is_empty)}
+        if of_mtp:
+            logprobs, right, number = (update.sums[name] for name in of_mtp)
+            of_loss |= means_over(number, {"policy/mtp_loss": -logprobs, "policy/mtp_accuracy": right})
         return self._metrics(update, of_loss)
+
+    def _share_embedding(self) -> None:
+        """Collective: gives the last stage's layer of multi-token prediction the embedding of the first."""
+        if self.processes.pipeline_size == 1 or self.arch.tied_embeddings:
+            return
+        self.finish_param_gather()
+        first, last = unwrapped(self.chunks[0]), unwrapped(self.chunks[-1])
+        own = first.embedding.word_embeddings.weight if first.pre_process else None
+        like = next(last.parameters(), torch.empty(0, dtype=self.config.params_dtype, device=self.processes.device))
+        rows = self.arch.padded_vocab_size(self.processes.tensor_size) // self.processes.tensor_size
+        last.received_embedding = embedding_on_last_stage(own, (rows, self.arch.hidden_size), like)
 
 
 class WithoutAdapters:
@@ -185,11 +209,18 @@ class WithoutAdapters:
             return self._policy.score(unrouted)
 
 
-def chosen_tokens(batch: MicroBatch, *, with_entropy: bool, with_others: bool = True, top_k: int = 0) -> ChosenTokens:
-    """The response tokens of a micro-batch, to be scored; by default with the most probable ones of their teachers."""
+def chosen_tokens(
+    batch: MicroBatch, *, with_entropy: bool, with_others: bool = True, top_k: int = 0, looks_ahead: bool = False
+) -> ChosenTokens:
+    """The response tokens of a micro-batch, to be scored; by default with the most probable ones of their teachers. If
+    it `looks_ahead`, those in the loss are to be guessed a token before, too."""
     rows, top = batch.response_rows(), batch.targets.teacher_top_ids
     others = top[rows].long() if with_others and top.shape[1] else None
-    return ChosenTokens(rows, batch.targets.token_ids[rows].long(), with_entropy, others, top_k)
+    ahead, next_tokens = None, batch.targets.token_ids.long()
+    if looks_ahead:
+        guessed = batch.second_weights.nonzero()[:, 0]
+        ahead = TokensAhead(next_tokens, guessed, batch.second_tokens[guessed], batch.second_weights[guessed])
+    return ChosenTokens(rows, next_tokens[rows], with_entropy, others, top_k, ahead)
 
 
 def _stage_maker(arch: Architecture, temperature: float, compute: ComputeConfig) -> Callable[..., PolicyStage]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -82,7 +82,12 @@ class TrainedModel(MegatronModel):
         inner = [unwrapped(chunk) for chunk in self.chunks]
         self.lora = Lora(inner, self.layout, processes, self.config, lora, seed) if lora else None
         merged = {"merged": self.lora.merged} if self.lora else {}
-        self._gatherers = {"merged": WeightGatherer(inner, self.layout, processes, **merged)}
+        # Engines have no layers of multi-token prediction.
+        of_engines = replace(self.layout, arch=replace(self.arch, trains_mtp=False))
+        self._gatherers = {"merged": WeightGatherer(inner, of_engines, processes, **merged)}
+        self._gatherers["whole"] = self._gatherers["merged"]
+        if self.arch.trains_mtp:
+            self._gatherers["whole"] = WeightGatherer(inner, self.layout, processes)
         if self.lora:
             self._gatherers["base"] = WeightGatherer(inner, self.layout, processes)
             self._gatherers["adapters"] = WeightGatherer(inner, self.lora.layout, processes)
@@ -148,7 +153,10 @@ class TrainedModel(MegatronModel):
     def _is_refused(self, grad_norm: float) -> bool:
         """Collective: whether the gradient is not finite anywhere. Raises InputError after too many in a row."""
         control = self.processes.control
-        refused = torch.tensor(float(not math.isfinite(grad_norm)))
+        # Those of multi-token prediction are not in the norm.
+        beside = (layers.parameters() for chunk in self.chunks if (layers := getattr(unwrapped(chunk), "mtp", None)))
+        is_finite = all(bool(weight.main_grad.isfinite().all()) for weights in beside for weight in weights)
+        refused = torch.tensor(float(not (math.isfinite(grad_norm) and is_finite)))
         dist.all_reduce(refused, dist.ReduceOp.MAX, group=control)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if refused else 0
         if self._skipped_in_a_row > self.max_skipped:

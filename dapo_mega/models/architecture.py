@@ -182,6 +182,8 @@ class Architecture:
     has_value_head: bool = False
     """Whether the model ends in a linear layer to one number, the value, in place of the vocabulary's output layer."""
     value_bias: bool = False
+    trains_mtp: bool = False
+    """Whether a layer of multi-token prediction is part of the model and learns."""
 
     def with_value_head(self, *, has_bias: bool = False) -> Architecture:
         """The same layers under a value head; no embedding is tied to that."""

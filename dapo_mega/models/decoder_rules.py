@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from dapo_mega.models.architecture import Architecture
+from dapo_mega.models.families import HF_LAYER as HF_LAYER
+from dapo_mega.models.families import MEGATRON_LAYER as MEGATRON_LAYER
 from dapo_mega.models.families import TensorRule
 from dapo_mega.models.layouts import ShardRule
-
-MEGATRON_LAYER = "decoder.layers.{layer}."
-HF_LAYER = "model.layers.{layer}."
 
 _ATTENTION = MEGATRON_LAYER + "self_attention."
 _HF_ATTENTION = HF_LAYER + "self_attn."

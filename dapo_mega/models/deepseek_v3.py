@@ -8,7 +8,7 @@ from typing import Any
 from dapo_mega.errors import InputError
 from dapo_mega.models import deepseek
 from dapo_mega.models.architecture import Architecture, ExpertGroups
-from dapo_mega.models.families import ModelFamily
+from dapo_mega.models.families import MTP_AS_LAST_LAYER, ModelFamily
 
 # Experts whose scores make up the worth of a group. Megatron-Core takes num_experts_per_tok // topk_group.
 _RANKING_EXPERTS = 2
@@ -65,5 +65,5 @@ FAMILY = ModelFamily(
     model_type="deepseek_v3",
     read=_read,
     per_layer=deepseek.PER_LAYER,
-    has_mtp_layers=True,
+    mtp=MTP_AS_LAST_LAYER,
 )

@@ -20,8 +20,8 @@ import importlib
 import os
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,10 @@ from dapo_mega.models.architecture import Architecture, Experts, GatedDelta, Lat
 from dapo_mega.models.config_values import check_values
 from dapo_mega.models.layouts import ShardRule
 from dapo_mega.models.unsupported import refusal
+
+MEGATRON_LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
+"""How the names of a layer's tensors begin."""
+_MTP_LAYER = "mtp.layers.0."
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes by the names of tensors without `model.`, `layers.` and the numbers of layers and experts."""
@@ -99,6 +103,55 @@ OUTPUT = (
 
 
 @dataclass(frozen=True)
+class MtpNames:
+    """What a family's checkpoints call a layer of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2):
+    the decoder layer in it by the beginning of its names, and the norms of embeddings and of hidden states, the
+    projection of both together, and the norm behind the layer. `{layer}` stands for the number after the last layer's.
+    """
+
+    decoder_layer: str
+    outside: tuple[str, str, str, str]
+
+    @property
+    def rules(self) -> tuple[TensorRule, ...]:
+        """Of what is outside the decoder layer."""
+        kinds = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+        layouts = {"eh_proj": ShardRule.COLUMN}
+        return tuple(
+            TensorRule((f"{_MTP_LAYER}{kind}.weight",), (name,), layouts.get(kind, ShardRule.REPLICATED))
+            for kind, name in zip(kinds, self.outside, strict=True)
+        )
+
+    def of_decoder_layer(self, rule: TensorRule) -> TensorRule:
+        """The rule of a decoder layer as it is of the one in here."""
+        # Megatron-Core 0.19 calls it otherwise, but not in checkpoints.
+        megatron = (
+            name.replace(MEGATRON_LAYER, f"{_MTP_LAYER}{own}.")
+            for own in ("transformer_layer", "mtp_model_layer")
+            for name in rule.megatron
+        )
+        hf = tuple(name.replace(HF_LAYER, self.decoder_layer) for name in rule.hf)
+        return replace(rule, megatron=tuple(megatron), hf=hf)
+
+
+MTP_AS_LAST_LAYER = MtpNames(
+    HF_LAYER,
+    (
+        HF_LAYER + "enorm.weight",
+        HF_LAYER + "hnorm.weight",
+        HF_LAYER + "eh_proj.weight",
+        HF_LAYER + "shared_head.norm.weight",
+    ),
+)
+"""DeepSeek's and GLM's names."""
+MTP_APART = MtpNames(
+    "mtp.layers.0.",
+    ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight", "mtp.norm.weight"),
+)
+"""Qwen's names."""
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """Everything that distinguishes one family: how its config reads and where its tensors go."""
 
@@ -107,8 +160,8 @@ class ModelFamily:
     per_layer: tuple[TensorRule, ...]
     before_layers: tuple[TensorRule, ...] = EMBEDDING
     after_layers: tuple[TensorRule, ...] = OUTPUT
-    has_mtp_layers: bool = False
-    """Whether checkpoints may have layers of multi-token prediction, which are kept and not computed."""
+    mtp: MtpNames | None = None
+    """The names of the layers of multi-token prediction that checkpoints may have."""
     has_token_classifier: bool = True
     """Whether transformers has a token classifier of the family, which value models are exported as."""
     class_prefix: str = ""
@@ -121,6 +174,16 @@ class ModelFamily:
         """How the names of transformers' classes begin."""
         return self.class_prefix or "".join(part.capitalize() for part in self.model_type.split("_"))
 
+    def with_mtp(self, arch: Architecture) -> Architecture:
+        """The model with a layer of multi-token prediction that learns. Raises InputError if the family has none."""
+        if self.mtp is None:
+            having = [family.model_type for family in families().values() if family.mtp]
+            raise InputError(
+                f"model.train_mtp=true needs layers of multi-token prediction, which {self.model_type} has not; set it "
+                f"to false, or train one of {', '.join(having)}"
+            )
+        return replace(arch, trains_mtp=True)
+
     def tensors(self, arch: Architecture, layers: range, first_stage: bool, last_stage: bool) -> Iterator[PlacedTensor]:
         """All parameters of a model chunk that holds `layers`, in checkpoint order.
 
@@ -130,24 +193,21 @@ class ModelFamily:
             yield from self._outside_layers(arch, self.before_layers)
         per_layer = [rule for rule in self.per_layer if rule.applies(arch)]
         for layer in layers:
-            kinds = _kinds(arch, layer)
-            for rule in per_layer:
-                if rule.layers not in kinds:
-                    continue
-                if rule.per_expert:
-                    assert arch.experts
-                    yield from (rule.placed(layer, expert) for expert in range(arch.experts.number))
-                else:
-                    yield rule.placed(layer)
+            yield from _of_layer(per_layer, arch, layer)
         if last_stage:
             yield from self._outside_layers(arch, self.after_layers)
+        if last_stage and arch.trains_mtp:
+            assert self.mtp
+            rules = (*self.mtp.rules, *map(self.mtp.of_decoder_layer, per_layer))
+            yield from _of_layer(rules, arch, arch.num_layers)
 
     def num_tensors(self, arch: Architecture) -> int:
         """How many Hugging Face tensors `tensors` lists for the whole model, counted without listing them."""
         experts = arch.experts
-        kinds = Counter(kind for layer in range(arch.num_layers) for kind in _kinds(arch, layer))
+        layers = range(arch.num_layers + arch.trains_mtp)
+        kinds = Counter(kind for layer in layers for kind in _kinds(arch, layer))
         outside = (rule for rule in (*self.before_layers, *self.after_layers) if rule.applies(arch))
-        count = sum(len(rule.hf) for rule in outside)
+        count = sum(len(rule.hf) for rule in outside) + len(self.mtp.rules if self.mtp and arch.trains_mtp else ())
         for rule in (rule for rule in self.per_layer if rule.applies(arch)):
             count += len(rule.hf) * kinds[rule.layers] * (experts.number if experts and rule.per_expert else 1)
         return count
@@ -155,6 +215,18 @@ class ModelFamily:
     @staticmethod
     def _outside_layers(arch: Architecture, rules: tuple[TensorRule, ...]) -> Iterator[PlacedTensor]:
         return (PlacedTensor(rule.megatron, rule.hf, rule.layout) for rule in rules if rule.applies(arch))
+
+
+def _of_layer(rules: Iterable[TensorRule], arch: Architecture, layer: int) -> Iterator[PlacedTensor]:
+    kinds = _kinds(arch, layer)
+    for rule in rules:
+        if rule.layers not in kinds:
+            continue
+        if rule.per_expert:
+            assert arch.experts
+            yield from (rule.placed(layer, expert) for expert in range(arch.experts.number))
+        else:
+            yield rule.placed(layer)
 
 
 def _kinds(arch: Architecture, layer: int) -> tuple[LayerKind, ...]:

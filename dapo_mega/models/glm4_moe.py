@@ -9,7 +9,7 @@ from dapo_mega.models import decoder_rules as rules
 from dapo_mega.models import deepseek
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.deepseek_v3 import sigmoid_routing
-from dapo_mega.models.families import ModelFamily
+from dapo_mega.models.families import MTP_AS_LAST_LAYER, ModelFamily
 from dapo_mega.models.hf_sizes import common_sizes
 
 _DEFAULTS = {
@@ -42,6 +42,6 @@ FAMILY = ModelFamily(
     model_type="glm4_moe",
     read=_read,
     per_layer=(*rules.ATTENTION, *deepseek.MLP),
-    has_mtp_layers=True,
+    mtp=MTP_AS_LAST_LAYER,
     has_token_classifier=False,
 )

@@ -106,9 +106,9 @@ class HfCheckpoint:
     weights with scales of their blocks are listed and read as bf16.
     """
 
-    def __init__(self, path: Path, files: Iterable[str] = ()) -> None:
+    def __init__(self, path: Path, files: Iterable[str] = (), *, splits_mtp: bool = False) -> None:
         """Opens all files, or those named, which checks that their headers are sound and that they have the lengths the
-        headers say."""
+        headers say. Stacked experts of multi-token prediction are one tensor unless `splits_mtp`."""
         self.path = path
         listed = {name: file for file in files for name in _specs(path / file)} or _read_index(path)
         held = {file: _specs(path / file) for file in sorted(set(listed.values()))}
@@ -116,7 +116,7 @@ class HfCheckpoint:
         self._stored = _language_names(places)
         self._files = {name: places[stored] for name, stored in self._stored.items()}
         stored = {name: held[file][self._stored[name]] for name, file in self._files.items()}
-        self._parts, self._specs = _split_experts(stored)
+        self._parts, self._specs = _split_experts(stored, splits_mtp)
         fp8 = [name for name, spec in self._specs.items() if spec.dtype is torch.float8_e4m3fn]
         self._scaled = {name for name in fp8 if name + _FP8_SCALES in self._specs}
         for name in self._scaled:
@@ -192,7 +192,9 @@ def _language_names(stored: Collection[str]) -> dict[str, str]:
     return names
 
 
-def _split_experts(stored: Mapping[str, TensorSpec]) -> tuple[dict[str, tuple[str, Any]], dict[str, TensorSpec]]:
+def _split_experts(
+    stored: Mapping[str, TensorSpec], splits_mtp: bool
+) -> tuple[dict[str, tuple[str, Any]], dict[str, TensorSpec]]:
     """Each expert's part of a stack, as (name of the stack, index in it), and what all tensors are then. Experts
     without biases go by the names of those that are stored one by one."""
     parts: dict[str, tuple[str, Any]] = {}
@@ -206,7 +208,7 @@ def _split_experts(stored: Mapping[str, TensorSpec]) -> tuple[dict[str, tuple[st
                 continue
             del specs[stack + SCALES]
             one = TensorSpec((2 * width * groups, rows), torch.bfloat16)
-        if not part_name(stack, 0) or not spec.shape or name.startswith(_MTP):
+        if not part_name(stack, 0) or not spec.shape or (name.startswith(_MTP) and not splits_mtp):
             continue
         del specs[name]
         has_biases = stack.endswith("_bias") or f"{stack}_bias" in stored
@@ -309,9 +311,15 @@ def check_source(source: TensorSource, family: ModelFamily, arch: Architecture) 
             source.path,
             source.num_left_out,
         )
-    if family.has_mtp_layers and (heads := mtp_names(additional, arch)):
+    if family.mtp and (heads := mtp_names(additional, arch)):
         additional -= set(heads)
-        logger.info("%s: %d tensors of multi-token prediction are kept, and not trained", source.path, len(heads))
+        if not arch.trains_mtp:
+            logger.info("%s: %d tensors of multi-token prediction are kept, and not trained", source.path, len(heads))
+    if arch.trains_mtp and (lacking := mtp_names(missing, arch)):
+        raise InputError(
+            f"model.train_mtp needs a layer of multi-token prediction, and {source.path} lacks {_listed(lacking)}; set "
+            f"it to false, or give a model.path that has one"
+        )
     if arch.tied_embeddings:
         additional -= _tied_copies(source, additional)
     problems = [f"lacks the tensors {_listed(missing)}"] if missing else []
@@ -328,6 +336,17 @@ def mtp_names(names: Iterable[str], arch: Architecture) -> list[str]:
     """The tensors of multi-token-prediction layers: those under `mtp.`, and of layers beyond num_hidden_layers."""
     layers = {name: _LAYER.match(name) for name in sorted(names)}
     return [name for name, of in layers.items() if name.startswith(_MTP) or (of and int(of[1]) >= arch.num_layers)]
+
+
+def mtp_copies(names: Iterable[str], arch: Architecture) -> dict[str, str]:
+    """Those of `mtp_names` that are copies of the model's embedding or output layer, and what they are copies of."""
+    embedding, output = "model.embed_tokens.weight", "lm_head.weight"
+    originals = {
+        "embed_tokens.weight": embedding,
+        "shared_head.head.weight": embedding if arch.tied_embeddings else output,
+    }
+    found = {name: originals.get(_LAYER.sub("", name)) for name in mtp_names(names, arch)}
+    return {name: original for name, original in found.items() if original}
 
 
 def _tied_copies(source: TensorSource, names: set[str]) -> set[str]:

@@ -10,13 +10,22 @@ from dapo_mega.models.families import Shapes, find_family
 
 _NUMBERED = re.compile(r"(?<=\blayers)\.\d+|(?<=\bexperts)\.\d+")
 
+_MTP_NORMS = (
+    "enorm.weight",
+    "hnorm.weight",
+    "shared_head.norm.weight",
+    "pre_fc_norm_embedding.weight",
+    "pre_fc_norm_hidden.weight",
+)
+
 
 def hf_shape(name: str, arch: Architecture) -> tuple[int, ...]:
     """Shape of the tensor `name` of a rule's `hf` in a model of these sizes.
 
     KeyError names a tensor that neither this module nor the family's own `shapes` know.
     """
-    return _shapes(arch)[_NUMBERED.sub("", name).removeprefix("model.").removeprefix("layers.")]
+    parts = _NUMBERED.sub("", name).removeprefix("model.").removeprefix("mtp.")
+    return _shapes(arch)[parts.removeprefix("layers.")]
 
 
 @cache
@@ -32,6 +41,8 @@ def _shapes(arch: Architecture) -> Shapes:
         "pre_feedforward_layernorm.weight": (hidden,),
         "post_feedforward_layernorm.weight": (hidden,),
         **_mlp("mlp", hidden, arch.ffn_hidden_size),
+        **dict.fromkeys(_MTP_NORMS, (hidden,)),
+        **dict.fromkeys(("eh_proj.weight", "fc.weight"), (hidden, 2 * hidden)),
     }
     if arch.latent_attention:
         shapes |= _latent_attention(arch, arch.latent_attention)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dapo_mega.models import decoder_rules as rules
 from dapo_mega.models.architecture import Architecture
-from dapo_mega.models.families import ModelFamily
+from dapo_mega.models.families import MTP_APART, ModelFamily
 from dapo_mega.models.qwen3_next import DEFAULTS, hybrid_sizes
 
 ATTENTION = rules.hybrid_attention(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
@@ -21,7 +21,7 @@ FAMILY = ModelFamily(
     model_type="qwen3_5_text",
     read=_read,
     per_layer=(*ATTENTION, rules.MLP_NORM, *rules.DENSE_MLP),
-    has_mtp_layers=True,
+    mtp=MTP_APART,
     has_token_classifier=False,
     class_prefix="Qwen3_5",
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from dapo_mega.models import decoder_rules as rules
 from dapo_mega.models.architecture import Architecture, Experts, GatedDelta
-from dapo_mega.models.families import ModelFamily
+from dapo_mega.models.families import MTP_APART, ModelFamily
 from dapo_mega.models.hf_sizes import attention_biases, common_sizes, full_attention_layers, sparse_dense_layers
 
 DEFAULTS = {
@@ -79,5 +79,5 @@ FAMILY = ModelFamily(
         *rules.EXPERTS,
         *rules.shared_expert("shared_expert"),
     ),
-    has_mtp_layers=True,
+    mtp=MTP_APART,
 )

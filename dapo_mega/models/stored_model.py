@@ -20,7 +20,14 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, find_family, load_architecture, read_architecture, read_config
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec
-from dapo_mega.models.megatron_format.files import MegatronCheckpoint, MegatronFiles, is_megatron_folder, open_source
+from dapo_mega.models.megatron_format.entries import stored_entries
+from dapo_mega.models.megatron_format.files import (
+    MTP_PREFIX,
+    MegatronCheckpoint,
+    MegatronFiles,
+    is_megatron_folder,
+    open_source,
+)
 
 CRITIC_CONFIG_FILE = "critic_config.json"
 """The `config.json` of the value model that a checkpoint holds beside a policy."""
@@ -43,12 +50,17 @@ def open_any(path: Path, config_folder: Path) -> StoredModel:
     family, arch = load_architecture(config_folder)
     if head := stored_value_head(path):
         arch = arch.with_value_head(has_bias=_HEAD_BIAS in head)
+    elif family.mtp and is_megatron_folder(path):
+        trained = family.with_mtp(arch)
+        keys = {entry.key for entry in stored_entries(family, trained).values() if entry.key.startswith(MTP_PREFIX)}
+        arch = trained if keys <= MegatronFiles(path).tensors.keys() else arch
     return StoredModel(family, arch, open_source(path, family, arch))
 
 
-def open_policy(path: Path) -> StoredModel:
-    """The policy in a Hugging Face or Megatron folder."""
+def open_policy(path: Path, *, trains_mtp: bool = False) -> StoredModel:
+    """The policy in a Hugging Face or Megatron folder; with `trains_mtp` also its layer of multi-token prediction."""
     family, arch = load_architecture(path)
+    arch = family.with_mtp(arch) if trains_mtp else arch
     return StoredModel(family, arch, open_source(path, family, arch))
 
 

@@ -31,7 +31,7 @@ def three_updates(world_size, cases, models, checkpoints):
 
     A case has `parallel` and `compute`, sections of the configuration; `budget`; `dtype`; `layers`, "auto" if none are
     given; `samples`, the numbers of the updates, SAMPLES if none are given; `routes`, whether tokens go to experts that
-    were drawn. With `save_after` a checkpoint is written
+    were drawn; `mtp`, whether a layer of multi-token prediction learns. With `save_after` a checkpoint is written
     to `checkpoints` after so many updates; with `resume` (the name of an earlier case) the updates after its checkpoint
     are done. `within` is a function that makes a context for it. `models` has each case's checkpoint.
     """
@@ -51,7 +51,12 @@ def _three_updates(name, case, model, checkpoints):
     parallel = ParallelConfig(**case.get("parallel", {}))
     processes = start_processes(parallel, 0)
     policy = MegatronPolicy(
-        ModelConfig(path=str(model), dtype=case.get("dtype", "fp32"), layer_implementation=case.get("layers", "auto")),
+        ModelConfig(
+            path=str(model),
+            dtype=case.get("dtype", "fp32"),
+            layer_implementation=case.get("layers", "auto"),
+            train_mtp=case.get("mtp", False),
+        ),
         parallel,
         # With a large epsilon Adam is a smooth function of the gradients, lr * m / (sqrt(v) + eps), so that the updated
         # weights show the gradients themselves and not only their signs.
@@ -63,7 +68,7 @@ def _three_updates(name, case, model, checkpoints):
         compute=ComputeConfig(**case.get("compute", {})),
         lora=LoraConfig(**case["lora"]) if "lora" in case else None,
     )
-    before = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
+    before = dict(pair for bucket in policy.selected("whole").weights(1 << 14) for pair in bucket)
     before = {name: tensor.clone() for name, tensor in before.items()}
     algorithm = AlgorithmConfig(**case.get("algorithm", {}))
     metrics, scores, counts = [], [], []
@@ -101,7 +106,7 @@ def _three_updates(name, case, model, checkpoints):
         if case.get("save_after") == update + 1:
             state = LoopState(update + 1, {}, {})
             CheckpointStore(checkpoints / name, keep_last=1).save(policy, state, state.step)
-    after = dict(pair for bucket in policy.weights(1 << 14) for pair in bucket)
+    after = dict(pair for bucket in policy.selected("whole").weights(1 << 14) for pair in bucket)
     after = {name: tensor.clone() for name, tensor in after.items()}
     buckets = policy.selected("adapters").weights(1 << 14) if "lora" in case else ()
     adapters = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}

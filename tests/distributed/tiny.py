@@ -392,6 +392,36 @@ def add_mtp_layers(model: Path) -> dict[str, Tensor]:
     return added
 
 
+def add_trainable_mtp_layer(model: Path, seed: int = 5) -> Path:
+    """Give a tiny model of four layers a whole layer of multi-token prediction with values near those of its last."""
+    tensors = load_file(model / "model.safetensors")
+    hidden, last = tensors["model.norm.weight"].numel(), "model.layers.3."
+    layer = "model.layers.4."
+    norms, projection, copies = ("enorm", "hnorm", "shared_head.norm"), "eh_proj", {}
+    if not any("kv_b_proj" in name or "q_proj.bias" in name for name in tensors):
+        layer, projection = "mtp.layers.0.", "fc"
+        names = {f"mtp.{n}.weight": 1 for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")} | {
+            "mtp.fc.weight": 2
+        }
+    else:
+        names = {f"{layer}{n}.weight": 1 for n in norms} | {f"{layer}{projection}.weight": 2}
+        copies = {f"{layer}embed_tokens.weight": "model.embed_tokens.weight"}
+        copies |= {f"{layer}shared_head.head.weight": "lm_head.weight"} if "lm_head.weight" in tensors else {}
+    rng = torch.Generator().manual_seed(seed)
+    added = {layer + n.removeprefix(last): t for n, t in tensors.items() if n.startswith(last)}
+    added = {name: t + 0.1 * torch.randn(t.shape, generator=rng) for name, t in added.items()}
+    ones = tensors["model.norm.weight"].mean().round()
+    for name, dims in names.items():
+        drawn = torch.randn((hidden, hidden * dims)[2 - dims :], generator=rng)
+        added[name] = ones + 0.1 * drawn if dims == 1 else 0.2 * drawn
+    added |= {name: tensors[original].clone() for name, original in copies.items()}
+    save_file(tensors | added, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    key = "num_mtp_layers" if "num_mtp_layers" in config else "num_nextn_predict_layers"
+    (model / "config.json").write_text(json.dumps({**config, key: 1}))
+    return model
+
+
 def save_random(config: Any, folder: Path, seed: int = 0, scale: float = 0.15) -> Path:
     """A float32 checkpoint of `config` with logits that have some shape, and with norms and biases that matter."""
     from transformers import AutoModelForCausalLM

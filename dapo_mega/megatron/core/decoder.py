@@ -19,7 +19,8 @@ from torch import Tensor
 from dapo_mega.config import ModelConfig
 from dapo_mega.distributed import accelerator
 from dapo_mega.megatron.core.groups import ends_of_pipeline
-from dapo_mega.megatron.core.layers import block_spec, uses_transformer_engine
+from dapo_mega.megatron.core.layers import block_spec, layer_behind, uses_transformer_engine
+from dapo_mega.megatron.core.mtp import MtpLayers
 from dapo_mega.megatron.core.packed_attention import PackedSegments
 from dapo_mega.megatron.core.repairs.expert_layers import let_go_of_graphs
 from dapo_mega.megatron.core.repairs.parameter_marks import correct_marks
@@ -33,6 +34,9 @@ from dapo_mega.models import Architecture
 class PackedStage(GPTModel):
     """A stage with the rotary frequencies of the checkpoint, which it shares between its layers. Called with `labels`,
     its last chunk returns what `head` makes of them and of hidden states; the others return hidden states."""
+
+    mtp: MtpLayers
+    """On the last chunk, if they are trained; Megatron looks whether there are any."""
 
     def __init__(
         self,
@@ -116,6 +120,9 @@ def build_chunks(
             embedding_scale=arch.embedding_scale,
             vp_stage=vp_stage,
         )
+        if arch.trains_mtp and stage.post_process:
+            of_gpu = uses_transformer_engine(model)
+            stage.mtp = MtpLayers(config, layer_behind(arch, config, of_gpu), transformer_engine=of_gpu)
         stage.to(accelerator.device())
         chunks.append(Float16Module(config, stage) if config.bf16 else stage)
         correct_marks(stage)

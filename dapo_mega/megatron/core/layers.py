@@ -75,22 +75,32 @@ def block_spec(
     """Layers of one model chunk: this pipeline stage's, or its `vp_stage`-th part."""
     if config.multi_latent_attention:
         keep_layers_of_spec()
-    make_layer = _transformer_engine_layer if transformer_engine else _local_layer
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     chunk = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     kinds = [(arch.has_experts(layer), arch.has_delta(layer)) for layer in chunk]
-    layers = {kind: make_layer(config, kind[0]) for kind in set(kinds)}
-    for (has_experts, has_delta), layer in layers.items():
-        if has_experts and arch.experts and arch.experts.groups and arch.experts.groups.ranked_by == "best":
-            _parts(layer.submodules.mlp).router = BestExpertGroupRouter
-        _add_biases(layer, arch)
-        _place_norms(layer, arch, config)
-        if has_delta:
-            _use_delta(layer, config, transformer_engine)
+    layers = {kind: _layer(arch, config, transformer_engine, *kind) for kind in set(kinds)}
     return TransformerBlockSubmodules(
         layer_specs=[layers[kind] for kind in kinds],
         layer_norm=LayerNormImpl if transformer_engine else RMSNorm,
     )
+
+
+def layer_behind(arch: Architecture, config: TransformerConfig, transformer_engine: bool) -> ModuleSpec:
+    """The decoder layer of multi-token prediction."""
+    return _layer(arch, config, transformer_engine, arch.has_experts(arch.num_layers), has_delta=False)
+
+
+def _layer(
+    arch: Architecture, config: TransformerConfig, transformer_engine: bool, has_experts: bool, has_delta: bool
+) -> ModuleSpec:
+    layer = (_transformer_engine_layer if transformer_engine else _local_layer)(config, has_experts)
+    if has_experts and arch.experts and arch.experts.groups and arch.experts.groups.ranked_by == "best":
+        _parts(layer.submodules.mlp).router = BestExpertGroupRouter
+    _add_biases(layer, arch)
+    _place_norms(layer, arch, config)
+    if has_delta:
+        _use_delta(layer, config, transformer_engine)
+    return layer
 
 
 def _add_biases(layer: ModuleSpec, arch: Architecture) -> None:

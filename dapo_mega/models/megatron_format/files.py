@@ -35,7 +35,7 @@ from dapo_mega.atomic_files import check_regular, read_json_object
 from dapo_mega.errors import InputError
 from dapo_mega.models import Architecture, ModelFamily, ShardRule, merge_shards
 from dapo_mega.models.families import PlacedTensor
-from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, check_count, mtp_names
+from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec, check_count, mtp_copies, mtp_names
 from dapo_mega.models.hf_shapes import hf_shape
 from dapo_mega.models.hf_writer import shard_files
 from dapo_mega.models.megatron_format.entries import DELTA_PARTS, stored_entries, stored_shape
@@ -57,6 +57,9 @@ OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 
 CRITIC_PREFIX = "critic."
 """What the names of a value model's tensors begin with that is stored beside a policy."""
+
+MTP_PREFIX = "mtp."
+"""What Megatron's names of layers of multi-token prediction begin with."""
 
 MTP_STEM = "mtp"
 """How the names of the safetensors files begin that keep layers of multi-token prediction beside a model."""
@@ -231,12 +234,12 @@ class MegatronCheckpoint:
             for placed, entry in entries.items():
                 if placed.layout is ShardRule.VOCAB and entry.key in self.files.tensors:
                     self._check_padding(entry.key)
-        # Megatron's own, of a model that it trained them with, in names and parts of Megatron's.
-        foreign = {key for key in self.files.tensors if family.has_mtp_layers and key.startswith("mtp.")}
+        # Of a model that Megatron trained them with.
+        foreign = {key for key in self.files.tensors if family.mtp and key.startswith(MTP_PREFIX)} - self._known
         if foreign:
             self._known |= foreign
             logger.warning("%s: its %d tensors of multi-token prediction are left out", path, len(foreign))
-        self.mtp = None if is_critic else mtp_source(path)
+        self.mtp = None if is_critic else mtp_source(path, arch)
         """What holds the layers of multi-token prediction, if there are any."""
         # A parameter that is made of several tensors is asked for once per tensor.
         self._last: tuple[PlacedTensor | None, list[Tensor]] = (None, [])
@@ -251,7 +254,8 @@ class MegatronCheckpoint:
         return self.files.block_files()
 
     def spec(self, name: str) -> TensorSpec:
-        if self.mtp and name not in self._places:
+        name = self._copied(name)
+        if self.mtp and not self._holds(name):
             return self.mtp.spec(name)
         placed, entry = self._places[name]
         stored = self.files.tensors[entry.key]
@@ -263,7 +267,8 @@ class MegatronCheckpoint:
         return TensorSpec(shape, stored.properties.dtype)
 
     def tensor(self, name: str) -> Tensor:
-        if self.mtp and name not in self._places:
+        name = self._copied(name)
+        if self.mtp and not self._holds(name):
             return self.mtp.tensor(name)
         if name not in self._places:
             raise InputError(f"{self.path} lacks the tensor {name!r}; is it a checkpoint of another model?")
@@ -274,6 +279,14 @@ class MegatronCheckpoint:
             stored = self.files.read(entry.key, (*entry.index, *[0] * len(shape)), (*[1] * axes, *shape))
             self._last = (placed, merge_shards([stored.reshape(shape)], placed.layout, self._arch))
         return self._last[1][placed.hf.index(name)]
+
+    def _holds(self, name: str) -> bool:
+        return name in self._places and self._places[name][1].key in self.files.tensors
+
+    def _copied(self, name: str) -> str:
+        """The tensor that `name` is a copy of, where layers of multi-token prediction have one of what was trained."""
+        copied = mtp_copies([name], self._arch) if self._arch.trains_mtp else {}
+        return copied.get(name, name)
 
     def _num_tokens(self, stored: TensorStorageMetadata) -> int:
         """Rows of a tensor over the vocabulary that are not padding; all, where they do not fit the configuration."""
@@ -319,19 +332,19 @@ def is_megatron_folder(path: Path) -> bool:
     return os.path.lexists(path / METADATA_FILE) or any(path.glob(_BLOCK_FILES))
 
 
-def mtp_source(path: Path) -> HfCheckpoint | None:
+def mtp_source(path: Path, arch: Architecture) -> HfCheckpoint | None:
     """The files with the layers of multi-token prediction of the model in a folder, if it has any: with all others of a
     Hugging Face checkpoint, or beside one in Megatron's format."""
     if not is_megatron_folder(path):
-        return HfCheckpoint(path)
+        return HfCheckpoint(path, splits_mtp=arch.trains_mtp)
     files = sorted(file.name for file in path.glob(f"{MTP_STEM}*.safetensors"))
     if files and files != shard_files(len(files), MTP_STEM):
         raise InputError(f"{path} has only some of the files {MTP_STEM}-*.safetensors: {files}; copy it again")
-    return HfCheckpoint(path, files) if files else None
+    return HfCheckpoint(path, files, splits_mtp=arch.trains_mtp) if files else None
 
 
 def open_source(path: Path, family: ModelFamily, arch: Architecture) -> TensorSource:
     """The checkpoint in folder `path`, Hugging Face's or Megatron's."""
     if is_megatron_folder(path):
         return MegatronCheckpoint(path, family, arch)
-    return HfCheckpoint(path)
+    return HfCheckpoint(path, splits_mtp=arch.trains_mtp)
