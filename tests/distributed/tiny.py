@@ -398,7 +398,7 @@ def add_trainable_mtp_layer(model: Path, seed: int = 5) -> Path:
     hidden, last = tensors["model.norm.weight"].numel(), "model.layers.3."
     layer = "model.layers.4."
     norms, projection, copies = ("enorm", "hnorm", "shared_head.norm"), "eh_proj", {}
-    if not any("kv_b_proj" in name or "q_proj.bias" in name for name in tensors):
+    if any("linear_attn" in name for name in tensors):
         layer, projection = "mtp.layers.0.", "fc"
         names = {f"mtp.{n}.weight": 1 for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")} | {
             "mtp.fc.weight": 2
