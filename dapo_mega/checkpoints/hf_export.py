@@ -13,8 +13,8 @@ from dapo_mega.errors import InputError
 from dapo_mega.megatron.trained_model import TrainedModel
 from dapo_mega.models.hf_checkpoint import mtp_copies, mtp_names
 from dapo_mega.models.hf_writer import ShardWriter, copy_config_and_tokenizer, swap_in
-from dapo_mega.models.megatron_format.files import mtp_source
 from dapo_mega.models.peft_adapters import write_adapter
+from dapo_mega.models.stored_model import has_trained_mtp, open_policy
 from dapo_mega.types import NamedTensors
 
 _BUCKET_BYTES = 512 * 2**20
@@ -53,12 +53,12 @@ def save_hf_checkpoint(model: TrainedModel, folder: Path) -> None:
 def _exported(model: TrainedModel) -> Iterator[NamedTensors]:
     """Collective. All weights, and on rank 0 the tensors of multi-token prediction that did not learn, as the policy
     was started with; those that are copies of weights that did learn are copies again."""
-    trained, source = model.selected("whole").weights(_BUCKET_BYTES), None
-    if not model.processes.rank and model.family.mtp and not model.arch.has_value_head:
-        source = mtp_source(model.path, model.arch)
-    if source is None:
+    trained = model.selected("whole").weights(_BUCKET_BYTES)
+    if model.processes.rank or not model.family.mtp or model.arch.has_value_head:
         yield from trained
         return
+    trains_mtp = model.arch.trains_mtp or has_trained_mtp(model.path, model.family, model.arch)
+    source = open_policy(model.path, trains_mtp=trains_mtp).source
     learned = {name for chunk in range(model.layout.num_chunks) for t in model.layout.tensors(chunk) for name in t.hf}
     kept = mtp_names(source.names() - learned, model.arch)
     copies = mtp_copies(kept, model.arch) if model.arch.trains_mtp else {}

@@ -186,8 +186,8 @@ class Architecture:
     """Whether a layer of multi-token prediction is part of the model and learns."""
 
     def with_value_head(self, *, has_bias: bool = False) -> Architecture:
-        """The same layers under a value head; no embedding is tied to that."""
-        return replace(self, tied_embeddings=False, has_value_head=True, value_bias=has_bias)
+        """The same layers under a value head; no embedding is tied to that, and no multi-token prediction behind."""
+        return replace(self, tied_embeddings=False, has_value_head=True, value_bias=has_bias, trains_mtp=False)
 
     @property
     def rotated_dim(self) -> int:

@@ -20,13 +20,12 @@ from dapo_mega.errors import InputError
 from dapo_mega.models.architecture import Architecture
 from dapo_mega.models.families import ModelFamily, find_family, load_architecture, read_architecture, read_config
 from dapo_mega.models.hf_checkpoint import HfCheckpoint, TensorSource, TensorSpec
-from dapo_mega.models.megatron_format.entries import stored_entries
 from dapo_mega.models.megatron_format.files import (
-    MTP_PREFIX,
     MegatronCheckpoint,
     MegatronFiles,
     is_megatron_folder,
     open_source,
+    stores_mtp,
 )
 
 CRITIC_CONFIG_FILE = "critic_config.json"
@@ -50,11 +49,14 @@ def open_any(path: Path, config_folder: Path) -> StoredModel:
     family, arch = load_architecture(config_folder)
     if head := stored_value_head(path):
         arch = arch.with_value_head(has_bias=_HEAD_BIAS in head)
-    elif family.mtp and is_megatron_folder(path):
-        trained = family.with_mtp(arch)
-        keys = {entry.key for entry in stored_entries(family, trained).values() if entry.key.startswith(MTP_PREFIX)}
-        arch = trained if keys <= MegatronFiles(path).tensors.keys() else arch
+    elif has_trained_mtp(path, family, arch):
+        arch = family.with_mtp(arch)
     return StoredModel(family, arch, open_source(path, family, arch))
+
+
+def has_trained_mtp(path: Path, family: ModelFamily, arch: Architecture) -> bool:
+    """Whether a folder is a checkpoint of a run that trained a layer of multi-token prediction, or one like it."""
+    return bool(family.mtp) and is_megatron_folder(path) and stores_mtp(MegatronFiles(path), family, arch)
 
 
 def open_policy(path: Path, *, trains_mtp: bool = False) -> StoredModel:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dapo_mega.config import ComputeConfig, LoraConfig, ModelConfig
 from dapo_mega.planning.adapters import adapted_in, kept_by_adapters
-from dapo_mega.planning.parameters import DTYPE_BYTES
+from dapo_mega.planning.parameters import DTYPE_BYTES, chunk_layers
 from dapo_mega.planning.rank_layout import Chunk, RankLayout
 
 if TYPE_CHECKING:
@@ -127,18 +127,34 @@ class ActivationModel:
 
     def chunk(self, chunk: Chunk) -> float:
         """Bytes kept of one micro-batch by one chunk."""
-        total = self.after_layers(chunk) + (self._attention_plan() if chunk.layers else 0.0)
+        has_layers = bool(chunk_layers(self.placement, chunk))
+        total = self.after_layers(chunk) + self._mtp(chunk) + (self._attention_plan() if has_layers else 0.0)
         if chunk.is_first:  # The embedding's indices, and which of them are another process's.
             total += self.tokens * (_INDEX + (self.placement.parallel.tensor > 1))
         if self.compute.recompute == "full":
             return total + self.hidden * -(-len(chunk.layers) // self.compute.recompute_layers)
         return total + sum(self.kept_layer(layer).total for layer in chunk.layers)
 
+    def _mtp(self, chunk: Chunk) -> float:
+        """Bytes kept by a layer of multi-token prediction, which full recomputing leaves alone: embeddings and their
+        product with the hidden states, both with reciprocal roots of norms, its decoder layer and final norm; the rows
+        that are scored, and what is kept of their scores, of the likeliest too."""
+        if not (chunk.is_last and self.placement.arch.trains_mtp):
+            return 0.0
+        layer = self.kept_layer(self.placement.arch.num_layers).total
+        layer += (self.placement.sequence_size - 1) * self.hidden  # Its input is a part of what all processes have.
+        around = 3 * self.hidden + self._norm(not self.compute.fused_output_layer, fused=False) + 8 * self.shared_tokens
+        width, guessed = self.placement.arch.hidden_size, self.shape.num_scored / self.placement.parallel.context
+        vectors = guessed * (3 * _INDEX + 5 * _FLOAT + 8)
+        if self.compute.fused_output_layer:
+            return layer + around + self.hidden + vectors + guessed * width * self.element
+        return layer + around + vectors + self.tokens * self.placement.vocabulary * self.element
+
     def recomputed_peak(self, chunk: Chunk) -> float:
         """Extra bytes that recomputing needs in the backward pass of `chunk`, above those held before it."""
         if not chunk.layers:
             return 0.0
-        head = self.after_layers(chunk)
+        head = self.after_layers(chunk) + self._mtp(chunk)
         if self.compute.recompute == "full":
             size = self.compute.recompute_layers
             groups = [chunk.layers[start : start + size] for start in range(0, len(chunk.layers), size)]
@@ -146,6 +162,10 @@ class ActivationModel:
             # The first norm keeps the hidden states that the group was given.
             return max(0.0, group - self.hidden - head)
         peak, freed = 0.0, head
+        if behind := self._mtp(chunk):  # Its turn comes first.
+            layer = self.placement.arch.num_layers
+            before = 3 * self.hidden + 8 * self.shared_tokens + self.kept_layer(layer).total
+            peak = max(0.0, self._repeated_bytes(layer) - (behind - before))
         for layer in reversed(chunk.layers):
             peak = max(peak, self._repeated_bytes(layer) - freed)
             freed += self.kept_layer(layer).total

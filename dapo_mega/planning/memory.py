@@ -139,7 +139,8 @@ def trainer_memory(workload: Workload, stage: int) -> dict[str, float]:
     if config.compute.fp8.enabled:
         always["FP8 weights"] = fp8_weight_bytes(placement, stage, config.compute)
     if config.algorithm.uses_reference and not config.lora:
-        always["reference model"] = held.parameters
+        alone = stage_bytes(placement.of_policy_alone, stage, config.model, config.compute)
+        always["reference model"] = alone.parameters
     if teachers := workload.teachers:
         of_teachers = (stage_bytes(layout, stage, config.model, config.compute) for layout in teachers)
         always["teachers"] = sum(held.parameters for held in of_teachers)

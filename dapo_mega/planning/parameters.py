@@ -42,9 +42,15 @@ class ParameterBytes:
 
 
 def num_parameters(arch: Architecture) -> int:
-    """Weights of the whole model, embeddings included."""
+    """Weights of the whole policy, embeddings included."""
     dense, experts = _whole_model(arch)
     return dense + experts
+
+
+def num_mtp_parameters(arch: Architecture) -> int:
+    """Weights of the layer of multi-token prediction that is trained."""
+    whole, chunk = RankLayout(arch, ParallelConfig(), 1), Chunk(range(arch.num_layers), True, True)
+    return sum(dense_numels(whole, chunk)) + sum(expert_numels(whole, chunk)) - num_parameters(arch)
 
 
 def num_active_parameters(arch: Architecture) -> int:
@@ -56,7 +62,7 @@ def num_active_parameters(arch: Architecture) -> int:
 @cache
 def _whole_model(arch: Architecture) -> tuple[int, int]:
     """Weights outside experts, and of all experts together."""
-    whole, chunk = RankLayout(arch, ParallelConfig(), 1), Chunk(range(arch.num_layers), True, True)
+    whole, chunk = RankLayout(arch, ParallelConfig(), 1).of_policy_alone, Chunk(range(arch.num_layers), True, True)
     return sum(dense_numels(whole, chunk)), sum(expert_numels(whole, chunk))
 
 
@@ -97,7 +103,7 @@ def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
     rule = [*norms, *delta_matrices(placement, delta), *_delta_vectors(placement, delta)] if delta else []
     mlp, routing = _mlp_numels(placement), _routing_numels(placement, arch.experts) if arch.experts else []
     numels: list[int] = []
-    for layer in chunk.layers:
+    for layer in chunk_layers(placement, chunk):
         numels += rule if arch.has_delta(layer) else attention
         numels += routing if arch.experts and arch.has_experts(layer) else mlp
     embedding = placement.vocabulary * arch.hidden_size
@@ -109,7 +115,20 @@ def dense_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
             numels.append(arch.hidden_size)
         elif not (arch.tied_embeddings and chunk.is_first):  # Tied weights of two stages are two copies.
             numels.append(embedding)
+        if arch.trains_mtp:
+            numels += [arch.hidden_size] * 3 + [mtp_projection(placement)]
     return numels
+
+
+def chunk_layers(placement: RankLayout, chunk: Chunk) -> list[int]:
+    """The layers of a chunk, and behind the last one that of multi-token prediction, if it is trained."""
+    behind = [placement.arch.num_layers] if chunk.is_last and placement.arch.trains_mtp else []
+    return [*chunk.layers, *behind]
+
+
+def mtp_projection(placement: RankLayout) -> int:
+    """Elements on one process of the projection of embeddings and hidden states."""
+    return 2 * placement.arch.hidden_size**2 // placement.parallel.tensor
 
 
 def _num_norms(arch: Architecture) -> int:
@@ -186,7 +205,7 @@ def expert_numels(placement: RankLayout, chunk: Chunk) -> list[int]:
         return []
     inner, hidden = experts.ffn_hidden_size // parallel.expert_tensor, placement.arch.hidden_size
     one = [2 * inner * hidden, inner * hidden] + [2 * inner, hidden] * experts.has_biases
-    layers = sum(map(placement.arch.has_experts, chunk.layers))
+    layers = sum(map(placement.arch.has_experts, chunk_layers(placement, chunk)))
     return one * (experts.number // parallel.expert * layers)
 
 

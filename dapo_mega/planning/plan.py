@@ -5,12 +5,12 @@ from pathlib import Path
 from dapo_mega.config import DatasetConfig, DistillationConfig, RunConfig, SftConfig, TrainingConfig
 from dapo_mega.config.fleet import parse_address
 from dapo_mega.errors import InputError
-from dapo_mega.models import Architecture, load_architecture
+from dapo_mega.models import Architecture, ModelFamily, load_architecture
 from dapo_mega.models.families import find_family, read_architecture
 from dapo_mega.models.peft_adapters import check_lora
 from dapo_mega.models.stored_model import critic_architecture
 from dapo_mega.planning.adapters import num_trained_parameters
-from dapo_mega.planning.parameters import DTYPE_BYTES, num_active_parameters, num_parameters
+from dapo_mega.planning.parameters import DTYPE_BYTES, num_active_parameters, num_mtp_parameters, num_parameters
 from dapo_mega.planning.rank_layout import RankLayout
 
 
@@ -92,6 +92,8 @@ def _describe_model(
             f"hidden {arch.hidden_size}, "
             f"vocabulary {arch.vocab_size} (padded to {arch.padded_vocab_size(parallel.tensor)})"
         )
+    if arch and arch.trains_mtp:
+        lines.append(f"multi-token prediction: {num_mtp_parameters(arch) / 1e6:,.1f} M more parameters are trained")
     if arch and config.lora:
         trained = num_trained_parameters(arch, config.lora)
         lines.append(
@@ -130,15 +132,19 @@ def _missing_dataset(name: str, dataset: DatasetConfig) -> list[str]:
 
 def find_architecture(config: TrainingConfig) -> tuple[Architecture | None, list[str]]:
     """The sizes of the model at `model.path`, or else of `model.architecture`, with notes on where they are from."""
+
+    def trained(family: ModelFamily, arch: Architecture) -> Architecture:
+        return family.with_mtp(arch) if config.model.train_mtp else arch
+
     if Path(config.model.path).is_dir():
-        return load_architecture(Path(config.model.path))[1], []
+        return trained(*load_architecture(Path(config.model.path))), []
     note = f"model.path={config.model.path} is not on this machine"
     if config.model.architecture is None:
         return None, [f"{note}; sizes are not checked against the model (give model.architecture to check them)"]
     file = Path(config.model.architecture)
     if not file.is_file():
         return None, [f"{note}, nor is model.architecture={file}; sizes are not checked against the model"]
-    return read_architecture(file)[1], [f"{note}; sizes checked against {file}"]
+    return trained(*read_architecture(file)), [f"{note}; sizes checked against {file}"]
 
 
 def _critic_notes(config: RunConfig) -> list[str]:

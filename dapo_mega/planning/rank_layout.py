@@ -34,6 +34,11 @@ class RankLayout:
         return replace(self, arch=self.arch.with_value_head())
 
     @property
+    def of_policy_alone(self) -> "RankLayout":
+        """Without the layer of multi-token prediction that is trained beside it."""
+        return replace(self, arch=replace(self.arch, trains_mtp=False))
+
+    @property
     def data_size(self) -> int:
         return self.parallel.data_size(self.world_size)
 

@@ -112,7 +112,7 @@ def step_time(
     backward = 2.0 - bool(config.lora)  # Frozen weights have no gradients.
     layers, head = 1.0 + backward + recomputed_share(workload), 1.0 + backward + config.compute.fused_output_layer
     launches = 2 + (config.compute.recompute == "full")
-    update = _slowest_stage(workload, machine, layers, head, launches) * config.batch.epochs
+    update = _slowest_stage(workload, machine, layers, head, launches, learns=True) * config.batch.epochs
     if config.uses_critic:
         critic = replace(workload, placement=workload.critic)
         forward += _slowest_stage(critic, machine, 1.0, 0.0, launches=1)
@@ -270,10 +270,17 @@ def most_useful_engines(workload: Workload, rows: int) -> int:
 
 
 def _slowest_stage(
-    workload: Workload, machine: Machine, layer_passes: float, head_passes: float, launches: int
+    workload: Workload,
+    machine: Machine,
+    layer_passes: float,
+    head_passes: float,
+    launches: int,
+    *,
+    learns: bool = False,
 ) -> float:
-    """Seconds of a step's tokens on the stage with the most to do; the last has the output layer too. Layers take at
-    least as long as launching their kernels, `launches` times for each micro-batch."""
+    """Seconds of a step's tokens on the stage with the most to do; the last has the output layer too, and multi-token
+    prediction if it `learns`. Layers take at least as long as launching their kernels, `launches` times for each
+    micro-batch."""
     placement, config = workload.placement, workload.config
     arch, element = placement.arch, DTYPE_BYTES[config.model.dtype]
     sharing = placement.parallel.tensor * placement.parallel.context
@@ -295,6 +302,8 @@ def _slowest_stage(
     # Logits are written and read once.
     head_s = 2 * arch.vocab_size * (arch.hidden_size / machine.reached_flops + element / machine.reached_memory_rate)
     stages[-1] += scored * head_s * head_passes
+    if placement.arch.trains_mtp and learns:
+        stages[-1] += layer_s + scored * head_s * (head_passes - 1)
     return max(stages)
 
 

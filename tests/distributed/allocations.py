@@ -77,7 +77,10 @@ def run_case(case, plans):
     processes = start_processes(parallel, 0)
     settings = (
         ModelConfig(
-            path=case["model"], dtype=case.get("dtype", "fp32"), layer_implementation=case.get("layers", "auto")
+            path=case["model"],
+            dtype=case.get("dtype", "fp32"),
+            layer_implementation=case.get("layers", "auto"),
+            train_mtp=case.get("mtp", False),
         ),
         parallel,
         OptimizerConfig(learning_rate=1e-4, warmup_steps=0),
@@ -89,7 +92,9 @@ def run_case(case, plans):
         make_labels, loss = MicroBatch.response_rows, ValueLoss()
     else:
         policy, make_batch = MegatronPolicy(*settings, **schedule, temperature=1.0), TokenBatch
-        make_labels, loss = partial(chosen_tokens, with_entropy=False), PolicyGradient(AlgorithmConfig())
+        make_labels = partial(chosen_tokens, with_entropy=False, looks_ahead=policy.arch.trains_mtp)
+        loss = PolicyGradient(AlgorithmConfig())
+        policy._share_embedding()
     micro_batch = make_micro_batch(policy, case["lengths"])
     kept = [kept_for_backward(policy, chunk, micro_batch, make_labels, plans) for chunk in policy.chunks]
     peak = SavedStorages(policy, plans)
@@ -179,7 +184,7 @@ def kept_for_backward(policy, chunk, micro_batch, make_labels, plans):
     saved = SavedStorages(policy, plans)
     with saved:
         output = policy._forward(chunk, micro_batch, make_labels)
-    num_bytes = saved.num_bytes(output, *handed_in)
+    num_bytes = saved.num_bytes(*(output if isinstance(output, tuple) else [output]), *handed_in)
     saved.forget()
     return num_bytes
 

@@ -3,6 +3,14 @@
 import pytest
 import torch
 
+from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
+from dapo_mega.config import ModelConfig, OptimizerConfig, ParallelConfig
+from dapo_mega.conversion.convert import open_checkpoint, reshard, to_hf
+from dapo_mega.megatron.megatron_policy import MegatronPolicy
+from dapo_mega.megatron.processes import start_processes
+from dapo_mega.models.hf_checkpoint import HfCheckpoint
+
+from .launching import run_distributed
 from .tables import marked, run_now
 from .test_parallel_parity import assert_learns_the_same, only
 from .three_updates import learnt, three_updates
@@ -14,8 +22,9 @@ SP = {"tensor": 2, "sequence": True}
 # number of processes -> {name: case}
 LATENT = {
     1: {
-        "one": {"mtp": True},
-        "without": {},
+        "one": {"mtp": True, "save_after": 2},
+        "one_from_one": {"mtp": True, "resume": "one", "save_after": 3},
+        "without": {"save_after": 3},
         "recompute": {"mtp": True, "compute": {"recompute": "full", "fused_output_layer": False}},
     },
     2: {
@@ -34,14 +43,19 @@ LATENT = {
 }
 TIED = {1: {"one": {"mtp": True}}, 2: {"pp2": {"mtp": True, "parallel": {"pipeline": 2}}}}
 WHOLE_TABLE = ("dp2_overlap", "pp2_ep2_from_tp2_ep2")
-LAYOUTS = [name for table in LATENT.values() for name in table if name not in ("one", "without")]
+LAYOUTS = [name for table in LATENT.values() for name in table if not name.startswith(("one", "without"))]
 
 
 @pytest.fixture(scope="module")
-def latent(tmp_path_factory, pytestconfig):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("latent")
-    model = add_trainable_mtp_layer(make_deepseek_v3_model(folder / "model"))
-    return run(LATENT, model, folder, pytestconfig)
+    add_trainable_mtp_layer(make_deepseek_v3_model(folder / "model"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def latent(folder, pytestconfig):
+    return run(LATENT, folder / "model", folder, pytestconfig)
 
 
 def run(table, model, folder, config):
@@ -71,6 +85,50 @@ def test_the_layer_of_multi_token_prediction_of_a_tied_model_learns_the_same_on_
     model = add_trainable_mtp_layer(make_glm4_moe_model(folder / "model", tie_word_embeddings=True))
     results = run(TIED, model, folder, pytestconfig)
     assert_learn_alike(results["pp2"], results["one"])
+
+
+def test_a_run_goes_on_to_the_bit_and_not_without_its_layer_of_multi_token_prediction(latent, folder):
+    resumed, expected = latent["one_from_one"], latent["one"]
+    assert resumed["metrics"] == expected["metrics"][2:]
+    assert all(torch.equal(resumed["after"][name], weight) for name, weight in expected["after"].items())
+    for case in ({"resume": "one"}, {"resume": "without", "mtp": True}):
+        with pytest.raises(
+            AssertionError, match=r"is of a run with model\.train_mtp=\w+, unlike this one; resume with it"
+        ):
+            three_updates(1, {"changed": case}, {"changed": folder / "model"}, folder / "checkpoints")
+
+
+def test_checkpoints_are_converted_with_what_was_trained(latent, folder):
+    step = folder / "checkpoints" / "one_from_one" / "step_00000003"
+    reshard(open_checkpoint(step, folder / "model"), folder / "pp2", ParallelConfig(pipeline=2), 1 << 16)
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    copies = {f"model.layers.4.{copy}": own for copy, own in copies.items()}
+    expected = latent["one_from_one"]["after"]
+    for source in (step, folder / "pp2"):
+        to_hf(open_checkpoint(source, folder / "model"), folder / f"{source.name} back", 1 << 16)
+        found = HfCheckpoint(folder / f"{source.name} back")
+        assert found.names() == expected.keys() | copies.keys()
+        for name in found.names():
+            assert torch.equal(found.tensor(name), expected[copies.get(name, name)]), name
+    to_hf(open_checkpoint(step), folder / "alone", 1 << 20)
+    assert HfCheckpoint(folder / "alone").names() == expected.keys()
+
+
+def test_a_run_that_starts_from_a_checkpoint_keeps_what_was_trained_there(latent, folder, tmp_path):
+    step = folder / "checkpoints" / "one_from_one" / "step_00000003"
+    run_distributed(export, 1, step, tmp_path / "export", timeout_s=120)
+    found, expected = HfCheckpoint(tmp_path / "export"), latent["one_from_one"]["after"]
+    assert found.names() == expected.keys()
+    assert all(torch.equal(found.tensor(name), tensor) for name, tensor in expected.items())
+
+
+def export(model, folder):
+    """Of a policy that learns nothing."""
+    settings = {"temperature": 1.0, "updates_per_step": 1, "num_steps": 1}
+    processes = start_processes(ParallelConfig(), 0)
+    model_config = ModelConfig(path=str(model), dtype="fp32")
+    policy = MegatronPolicy(model_config, ParallelConfig(), OptimizerConfig(), processes, **settings)
+    save_hf_checkpoint(policy, folder)
 
 
 def test_the_policy_learns_as_it_does_without_multi_token_prediction_to_the_bit(latent):

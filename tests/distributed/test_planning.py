@@ -14,7 +14,7 @@ from dapo_mega.planning.rank_layout import RankLayout
 from .allocations import allocated
 from .launching import run_distributed
 from .tables import run_now
-from .tiny import has_delta
+from .tiny import add_trainable_mtp_layer, has_delta
 
 TOLERANCE = 0.03
 # Multiples of 4 for two context-parallel processes; the local attention makes three blocks of them.
@@ -65,6 +65,8 @@ ONE_PROCESS = {
     "one_length_latent_lite": ("latent_lite", "fp32", {}, {}),
     "one_length_latent_lite_recomputed": ("latent_lite", "fp32", {}, {"recompute": "selective"}),
     "latent_lite_all_recomputed": ("latent_lite", "bf16", {}, FULL),
+    "mtp": ("latent", "fp32", {}, {}),
+    "mtp_recomputed": ("latent", "bf16", {}, {**FULL, **UNFUSED}),
     "critic": ("narrow", "fp32", {}, {}),
     "critic_bf16": ("wide", "bf16", {}, {}),
     "critic_recomputed": ("narrow", "bf16", {}, FULL),
@@ -103,6 +105,8 @@ TWO_PROCESSES = {
     "latent_sequence": ("latent", "fp32", {"tensor": 2, "sequence": True, "expert_tensor": 2}, {}),
     "latent_lite_pipeline": ("latent_lite", "bf16", {"pipeline": 2}, {"recompute": "selective"}),
     "latent_context": ("latent", "bf16", {"context": 2}, {}),
+    "mtp_sequence": ("latent", "bf16", {"tensor": 2, "sequence": True, "expert_tensor": 2}, ALL_MIXED),
+    "mtp_pipeline": ("latent", "fp32", {"pipeline": 2}, {}),
     "critic_sequence": ("wide", "bf16", {"tensor": 2, "sequence": True}, {}),
     "critic_tensor": ("narrow", "fp32", {"tensor": 2}, {}),
     "critic_pipeline": ("narrow", "fp32", {"pipeline": 2}, {}),
@@ -194,6 +198,7 @@ def make_models(folder):
         ("latent_lite", {"q_lora_rank": None, "v_head_dim": 48}),
     ):
         DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **values)).save_pretrained(folder / name)
+    add_trainable_mtp_layer(folder / "latent")
     sinks = GptOssConfig(
         intermediate_size=96,
         num_local_experts=8,
@@ -250,6 +255,7 @@ def test_planned_bytes_are_those_that_megatron_allocates(cases, world_size, mode
             # Enough for every stage to work forward and backward by turns.
             "num_micro_batches": 4 if "pipeline" in parallel else 1,
             "is_critic": name.startswith("critic"),
+            "mtp": name.startswith("mtp"),
         }
         for name, (model, dtype, parallel, compute) in cases.items()
     ]
@@ -269,7 +275,8 @@ def compared(case, measured):
     """(what, measured, planned) for every category on every pipeline stage, the largest or mean of its processes."""
     model = ModelConfig(path=case["model"], dtype=case["dtype"])
     parallel, compute = ParallelConfig(**case["parallel"]), ComputeConfig(**case["compute"])
-    placement = RankLayout(load_architecture(Path(case["model"]))[1], parallel, len(measured))
+    family, arch = load_architecture(Path(case["model"]))
+    placement = RankLayout(family.with_mtp(arch) if case["mtp"] else arch, parallel, len(measured))
     if case["is_critic"]:
         placement = placement.of_critic
     for stage in range(parallel.pipeline):

@@ -32,8 +32,8 @@ class MtpLayers(MegatronModule):
             parts = spec.submodules
             parts.enorm = parts.hnorm = parts.layer_norm = RMSNorm
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        layer: Any = build_module(spec, config=self.config, layer_number=1, pg_collection=groups)
-        self.layers = torch.nn.ModuleList([layer])
+        built: Any = build_module(spec, config=self.config, layer_number=1, pg_collection=groups)
+        self.layers = torch.nn.ModuleList([built])
         for parameter in self.parameters():
             # Megatron leaves these out of the gradient's norm, by which it clips: the rest of the model learns as it
             # does without them.
@@ -77,8 +77,8 @@ def embed(tokens: Tensor, weight: Tensor, group: dist.ProcessGroup, *, sequence_
         if group.size() > 1:
             dist.all_reduce(found, group=group)
         if sequence_parallel:
-            found = found.chunk(group.size())[group.rank()]
-        return found[:, None].contiguous()
+            found = found.chunk(group.size())[group.rank()].clone()  # A part would hold on to the whole.
+        return found[:, None]
 
 
 def embedding_on_last_stage(own: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor | None:

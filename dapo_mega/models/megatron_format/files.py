@@ -234,11 +234,10 @@ class MegatronCheckpoint:
             for placed, entry in entries.items():
                 if placed.layout is ShardRule.VOCAB and entry.key in self.files.tensors:
                     self._check_padding(entry.key)
-        # Of a model that Megatron trained them with.
-        foreign = {key for key in self.files.tensors if family.mtp and key.startswith(MTP_PREFIX)} - self._known
-        if foreign:
-            self._known |= foreign
-            logger.warning("%s: its %d tensors of multi-token prediction are left out", path, len(foreign))
+        beside = {key for key in self.files.tensors if family.mtp and key.startswith(MTP_PREFIX)} - self._known
+        self._known |= beside
+        if beside and not stores_mtp(self.files, family, arch):
+            logger.warning("%s: its %d tensors of multi-token prediction are left out", path, len(beside))
         self.mtp = None if is_critic else mtp_source(path, arch)
         """What holds the layers of multi-token prediction, if there are any."""
         # A parameter that is made of several tensors is asked for once per tensor.
@@ -341,6 +340,14 @@ def mtp_source(path: Path, arch: Architecture) -> HfCheckpoint | None:
     if files and files != shard_files(len(files), MTP_STEM):
         raise InputError(f"{path} has only some of the files {MTP_STEM}-*.safetensors: {files}; copy it again")
     return HfCheckpoint(path, files, splits_mtp=arch.trains_mtp) if files else None
+
+
+def stores_mtp(files: MegatronFiles, family: ModelFamily, arch: Architecture) -> bool:
+    """Whether a policy in Megatron's format has a trained layer of multi-token prediction as this package reads it."""
+    if family.mtp is None or arch.has_value_head:
+        return False
+    entries = stored_entries(family, family.with_mtp(arch)).values()
+    return {entry.key for entry in entries if entry.key.startswith(MTP_PREFIX)} <= files.tensors.keys()
 
 
 def open_source(path: Path, family: ModelFamily, arch: Architecture) -> TensorSource:
