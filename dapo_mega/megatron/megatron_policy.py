@@ -175,6 +175,7 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         if of_mtp:
             self._share_embedding()
         update = self._step(batches, make_loss, make_labels, (*objective.sum_names, *of_mtp))
+        unwrapped(self.chunks[-1]).received_embedding = None
         if scores is not None and not self.processes.is_last_stage:
             scores += _no_scores(len(batches))
         of_loss = {**objective.metrics(update.sums), "policy/empty_update_share": float(update.is_empty)}

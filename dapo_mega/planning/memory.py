@@ -165,13 +165,23 @@ def activation_parts(workload: Workload, placement: RankLayout, stage: int) -> t
     model = activation_model(workload, placement)
     number = workload.micro_batches(workload.longest)
     learns = model.lora is None
-    before = peak_activations(model, stage, number, recomputes=False)
-    at_head = *before, working_set(model, stage, learns_output=learns)
+    kept, beside = peak_activations(model, stage, number, recomputes=False)
+    beside += _embedding_sent(model, stage)
+    at_head = kept, beside, working_set(model, stage, learns_output=learns)
     if config.compute.recompute == "none":
         return at_head
     # Beside what is repeated lie its output and the gradient of it.
-    again = peak_activations(model, stage, number)
-    return max(at_head, (*again, _layer_working_set(model, stage, learns=learns) + 2 * model.hidden), key=sum)
+    kept, beside = peak_activations(model, stage, number)
+    beside += _embedding_sent(model, stage)
+    return max(at_head, (kept, beside, _layer_working_set(model, stage, learns=learns) + 2 * model.hidden), key=sum)
+
+
+def _embedding_sent(model: ActivationModel, stage: int) -> float:
+    """The first stage's embedding on the last, for multi-token prediction."""
+    arch, last = model.placement.arch, model.placement.parallel.pipeline - 1
+    if not arch.trains_mtp or arch.tied_embeddings or stage != last or not last:
+        return 0.0
+    return model.placement.vocabulary * arch.hidden_size * model.element
 
 
 def working_set(model: ActivationModel, stage: int, *, learns_output: bool) -> float:

@@ -122,7 +122,7 @@ WHOLE_TABLE = {
     "attention_recomputed", "much_recomputed", "all_recomputed", "unfused", "one_length_bf16", "one_length_recomputed",
     "windowed", "sinks", "norms_behind", "norms_around", "experts", "shared_expert", "latent",
     "one_length_latent_recomputed", "critic", "tensor", "shared_key_normed", "interleaved", "pipeline",
-    "data", "experts_spread", "critic_sequence", "critic_context",
+    "data", "experts_spread", "critic_sequence", "critic_context", "mtp", "mtp_pipeline",
 }  # fmt: skip
 
 

@@ -393,32 +393,28 @@ def add_mtp_layers(model: Path) -> dict[str, Tensor]:
 
 
 def add_trainable_mtp_layer(model: Path, seed: int = 5) -> Path:
-    """Give a tiny model of four layers a whole layer of multi-token prediction with values near those of its last."""
-    tensors = load_file(model / "model.safetensors")
-    hidden, last = tensors["model.norm.weight"].numel(), "model.layers.3."
-    layer = "model.layers.4."
-    norms, projection, copies = ("enorm", "hnorm", "shared_head.norm"), "eh_proj", {}
+    """Give a tiny model a whole layer of multi-token prediction with values near those of its last layer."""
+    config = json.loads((model / "config.json").read_text())
+    config["num_mtp_layers" if "num_mtp_layers" in config else "num_nextn_predict_layers"] = 1
+    (model / "config.json").write_text(json.dumps(config))
+    tensors, number = load_file(model / "model.safetensors"), config["num_hidden_layers"]
+    hidden, last, copies = tensors["model.norm.weight"].numel(), f"model.layers.{number - 1}.", {}
     if any("linear_attn" in name for name in tensors):
-        layer, projection = "mtp.layers.0.", "fc"
-        names = {f"mtp.{n}.weight": 1 for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")} | {
-            "mtp.fc.weight": 2
-        }
+        layer, projection = "mtp.layers.0.", "mtp.fc"
+        norms = ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"]
     else:
-        names = {f"{layer}{n}.weight": 1 for n in norms} | {f"{layer}{projection}.weight": 2}
+        layer = f"model.layers.{number}."
+        norms, projection = [f"{layer}{name}" for name in ("enorm", "hnorm", "shared_head.norm")], f"{layer}eh_proj"
         copies = {f"{layer}embed_tokens.weight": "model.embed_tokens.weight"}
         copies |= {f"{layer}shared_head.head.weight": "lm_head.weight"} if "lm_head.weight" in tensors else {}
     rng = torch.Generator().manual_seed(seed)
     added = {layer + n.removeprefix(last): t for n, t in tensors.items() if n.startswith(last)}
-    added = {name: t + 0.1 * torch.randn(t.shape, generator=rng) for name, t in added.items()}
+    added = {name: t + 0.1 * t.std() * torch.randn(t.shape, generator=rng) for name, t in added.items()}
     ones = tensors["model.norm.weight"].mean().round()
-    for name, dims in names.items():
-        drawn = torch.randn((hidden, hidden * dims)[2 - dims :], generator=rng)
-        added[name] = ones + 0.1 * drawn if dims == 1 else 0.2 * drawn
+    added |= {f"{name}.weight": ones + 0.1 * torch.randn(hidden, generator=rng) for name in norms}
+    added[f"{projection}.weight"] = torch.randn(hidden, 2 * hidden, generator=rng) / hidden**0.5
     added |= {name: tensors[original].clone() for name, original in copies.items()}
     save_file(tensors | added, model / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text())
-    key = "num_mtp_layers" if "num_mtp_layers" in config else "num_nextn_predict_layers"
-    (model / "config.json").write_text(json.dumps({**config, key: 1}))
     return model
 
 
