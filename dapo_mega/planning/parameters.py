@@ -226,9 +226,11 @@ def fp8_elements(placement: RankLayout, stage: int, compute: ComputeConfig) -> t
     if not compute.fp8.enabled:
         return 0, 0
     ends = compute.fp8.bf16_layers_at_ends
-    inner = range(ends, placement.arch.num_layers - ends)
-    layers = [layer for chunk in placement.chunks(stage) for layer in chunk.layers if layer in inner]
+    inner, behind = range(ends, placement.arch.num_layers - ends), placement.arch.num_layers
+    held = (layer for chunk in placement.chunks(stage) for layer in chunk_layers(placement, chunk))
+    layers = [layer for layer in held if layer in inner or layer == behind]
     elements = sum(linear_elements(placement, layer) for layer in layers)
+    elements += mtp_projection(placement) * (behind in layers)
     spread = 0
     if placement.has_spread_experts:
         chunks = [Chunk(range(layer, layer + 1), is_first=False, is_last=False) for layer in layers]

@@ -1,5 +1,7 @@
 """A layer of multi-token prediction learns the same under every layout, and the policy as it does without."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,7 +16,13 @@ from .launching import run_distributed
 from .tables import marked, run_now
 from .test_parallel_parity import assert_learns_the_same, only
 from .three_updates import learnt, three_updates
-from .tiny import add_trainable_mtp_layer, make_deepseek_v3_model, make_glm4_moe_model
+from .tiny import (
+    add_trainable_mtp_layer,
+    has_delta,
+    make_deepseek_v3_model,
+    make_glm4_moe_model,
+    make_qwen3_5_model,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -41,7 +49,11 @@ LATENT = {
     },
     4: {"pp2_ep2_from_tp2_ep2": {"mtp": True, "parallel": {"pipeline": 2, "expert": 2}, "resume": "tp2_ep2"}},
 }
-TIED = {1: {"one": {"mtp": True}}, 2: {"pp2": {"mtp": True, "parallel": {"pipeline": 2}}}}
+PP2 = {"pp2": {"mtp": True, "parallel": {"pipeline": 2}}}
+OTHERS = {"glm4_moe, tied": (partial(make_glm4_moe_model, tie_word_embeddings=True), PP2)}
+if has_delta():
+    CUT = {"tp2": {"mtp": True, "parallel": SP}, "cp2": {"mtp": True, "parallel": {"context": 2}}}
+    OTHERS["qwen3_5"] = make_qwen3_5_model, {**PP2, **CUT}
 WHOLE_TABLE = ("dp2_overlap", "pp2_ep2_from_tp2_ep2")
 LAYOUTS = [name for table in LATENT.values() for name in table if not name.startswith(("one", "without"))]
 
@@ -78,13 +90,13 @@ def test_a_layer_of_multi_token_prediction_learns_the_same_under_every_layout(la
     assert_learn_alike(latent[name], latent["one"])
 
 
-def test_the_layer_of_multi_token_prediction_of_a_tied_model_learns_the_same_on_two_stages(
-    tmp_path_factory, pytestconfig
-):
-    folder = tmp_path_factory.mktemp("tied")
-    model = add_trainable_mtp_layer(make_glm4_moe_model(folder / "model", tie_word_embeddings=True))
-    results = run(TIED, model, folder, pytestconfig)
-    assert_learn_alike(results["pp2"], results["one"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_learn_the_same_on_two_processes(tmp_path, name):
+    make, cases = OTHERS[name]
+    model = add_trainable_mtp_layer(make(tmp_path / "model"))
+    (expected,) = three_updates(1, {"one": {"mtp": True}}, {"one": model}, tmp_path).values()
+    for got in three_updates(2, cases, dict.fromkeys(cases, model), tmp_path).values():
+        assert_learn_alike(got, expected)
 
 
 def test_a_run_goes_on_to_the_bit_and_not_without_its_layer_of_multi_token_prediction(latent, folder):

@@ -110,6 +110,8 @@ ELSEWHERE = {
         ("model.layer_implementation", *(f"compute.fp8.{key}" for key in Fp8Config.model_fields)),
         "te_cpu/emulated/test_checkpoints.py::test_changed_fp8_and_layers_take_effect_at_a_resume",
     ),
+    "model.train_mtp": "distributed/test_mtp.py::"
+    "test_a_run_goes_on_to_the_bit_and_not_without_its_layer_of_multi_token_prediction",
     "compute.optimizer_offload": "te_cpu/emulated/test_devices.py::"
     "test_a_changed_share_of_offloading_takes_effect_at_a_resume",
     **dict.fromkeys(
