@@ -12,6 +12,7 @@ from dapo_mega.planning.parameters import (
     DTYPE_BYTES,
     ParameterBytes,
     fp8_elements,
+    sent_embedding,
     stage_buffers,
 )
 from dapo_mega.planning.rank_layout import RankLayout
@@ -81,6 +82,9 @@ def _data_parallel(workload: Workload) -> list[Traffic]:
         # Of the first and the last stage, which have a copy each.
         size = placement.vocabulary * placement.arch.hidden_size * 4.0 * config.batch.updates_per_step
         traffic.append(Traffic("gradient all-reduce of tied embeddings", size, placement.world_size, num_calls=calls))
+    if size := sent_embedding(placement, placement.parallel.pipeline - 1):
+        size *= DTYPE_BYTES[config.model.dtype] * config.batch.updates_per_step
+        traffic.append(Traffic("embedding to multi-token prediction", size, placement.world_size, num_calls=calls))
     return traffic
 
 

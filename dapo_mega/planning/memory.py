@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dapo_mega.config import ComputeConfig, RunConfig
 from dapo_mega.planning.activations import ActivationModel, LayerKind, peak_activations
-from dapo_mega.planning.parameters import DTYPE_BYTES, fp8_weight_bytes, num_parameters, stage_bytes
+from dapo_mega.planning.parameters import DTYPE_BYTES, fp8_weight_bytes, num_parameters, sent_embedding, stage_bytes
 from dapo_mega.planning.rank_layout import RankLayout
 from dapo_mega.planning.workload import Workload
 
@@ -166,22 +166,14 @@ def activation_parts(workload: Workload, placement: RankLayout, stage: int) -> t
     number = workload.micro_batches(workload.longest)
     learns = model.lora is None
     kept, beside = peak_activations(model, stage, number, recomputes=False)
-    beside += _embedding_sent(model, stage)
+    beside += sent_embedding(placement, stage) * model.element
     at_head = kept, beside, working_set(model, stage, learns_output=learns)
     if config.compute.recompute == "none":
         return at_head
     # Beside what is repeated lie its output and the gradient of it.
     kept, beside = peak_activations(model, stage, number)
-    beside += _embedding_sent(model, stage)
+    beside += sent_embedding(placement, stage) * model.element
     return max(at_head, (kept, beside, _layer_working_set(model, stage, learns=learns) + 2 * model.hidden), key=sum)
-
-
-def _embedding_sent(model: ActivationModel, stage: int) -> float:
-    """The first stage's embedding on the last, for multi-token prediction."""
-    arch, last = model.placement.arch, model.placement.parallel.pipeline - 1
-    if not arch.trains_mtp or arch.tied_embeddings or stage != last or not last:
-        return 0.0
-    return model.placement.vocabulary * arch.hidden_size * model.element
 
 
 def working_set(model: ActivationModel, stage: int, *, learns_output: bool) -> float:

@@ -126,6 +126,13 @@ def chunk_layers(placement: RankLayout, chunk: Chunk) -> list[int]:
     return [*chunk.layers, *behind]
 
 
+def sent_embedding(placement: RankLayout, stage: int) -> int:
+    """Elements of the first stage's embedding that a stage is sent for multi-token prediction."""
+    arch, last = placement.arch, placement.parallel.pipeline - 1
+    is_sent = arch.trains_mtp and not arch.tied_embeddings and stage == last > 0
+    return is_sent * placement.vocabulary * arch.hidden_size
+
+
 def mtp_projection(placement: RankLayout) -> int:
     """Elements on one process of the projection of embeddings and hidden states."""
     return 2 * placement.arch.hidden_size**2 // placement.parallel.tensor

@@ -34,7 +34,7 @@ _TRAFFIC = {
         "parameter all-gather (expert DP)",
     ),
     "EXPERT_TENSOR_PARALLEL_GROUP": ("expert-TP gather and scatter",),
-    "PIPELINE_MODEL_PARALLEL_GROUP": ("PP sends",),
+    "PIPELINE_MODEL_PARALLEL_GROUP": ("PP sends", "embedding to multi-token prediction"),
     "EMBEDDING_GROUP": ("gradient all-reduce of tied embeddings",),
 }
 """What the planner calls the traffic of Megatron's groups."""
@@ -233,6 +233,11 @@ def _model_flops(
     head = has_head * scored * 2.0 * arch.vocab_size * arch.hidden_size / parallel.tensor
     forward, update = linear + attention, (3 + recomputed_share(workload, layers)) * (linear + attention)
     head_passes = 3.0 + compute.fused_output_layer
+    if arch.trains_mtp and has_head:  # In updates alone, with an output layer that does not learn.
+        linear, attention = (tokens * flops for flops in layer_flops(placement, workload.longest, [arch.num_layers]))
+        again = 0.0 if compute.recompute == "full" else recomputed_share(workload, [arch.num_layers])
+        update += (3 + again) * (linear + attention) + 3 * tokens * 4.0 * arch.hidden_size**2
+        head_passes += 2.0 + compute.fused_output_layer
     if lora:  # Frozen weights have no gradients; factors are not shared out as tokens are.
         adapters = 0.0
         for chunk in placement.chunks(stage):

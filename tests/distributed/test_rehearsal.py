@@ -22,7 +22,16 @@ from dapo_mega.rehearsal.rank import TrainerAlone, play_step, synthetic_samples
 from dapo_mega.rehearsal.run import longest_workload, rehearse_run, rehearsed_part
 
 from .launching import REPOSITORY, run_distributed
-from .tiny import has_delta, make_deepseek_v2_model, make_model, make_moe_model, make_qwen3_5_model, make_qwen3_model
+from .tiny import (
+    add_trainable_mtp_layer,
+    has_delta,
+    make_deepseek_v2_model,
+    make_deepseek_v3_model,
+    make_model,
+    make_moe_model,
+    make_qwen3_5_model,
+    make_qwen3_model,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -57,6 +66,11 @@ CASES = {
     **{name: {"parallel": parallel, "has_experts": True} for name, parallel in SPREAD.items()},
     "tp2_pp2_lora_sent": {"parallel": {**TP2, "pipeline": 2}, "lora": {"rank": 4, "send": "adapters"}},
     "tp2_ep2_latent": {"parallel": {**TP2, "expert": 2}, "kind": "latent"},
+    "tp2_pp2_mtp": {
+        "parallel": {**TP2, "pipeline": 2, "expert_tensor": 2},
+        "kind": "mtp",
+        "model.train_mtp": True,
+    },
     **({"tp2_delta": {"parallel": TP2, "kind": "delta"}} if has_delta() else {}),
     "tp2_pp2_distilled_with_kl": {
         "parallel": {**TP2, "pipeline": 2},
@@ -277,6 +291,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     dense, experts = make_model(folder / "dense", tied=False), make_moe_model(folder / "experts")
     found = {False: dense, True: experts, "latent": make_deepseek_v2_model(folder / "latent")}
+    found["mtp"] = add_trainable_mtp_layer(make_deepseek_v3_model(folder / "mtp"))
     if has_delta():
         found["delta"] = make_qwen3_5_model(folder / "delta")
     return {kind: str(path) for kind, path in found.items()}

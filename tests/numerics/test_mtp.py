@@ -48,7 +48,7 @@ def processes():
     stop_processes()
 
 
-def make_policy(model, processes, **settings):
+def make_policy(model, processes):
     return MegatronPolicy(
         ModelConfig(path=str(model), dtype="fp32", train_mtp=True),
         ParallelConfig(),
@@ -57,7 +57,6 @@ def make_policy(model, processes, **settings):
         temperature=1.0,
         updates_per_step=1,
         num_steps=40,
-        **settings,
     )
 
 
@@ -158,14 +157,32 @@ def test_what_was_trained_drafts_in_transformers(tmp_path, processes):
     assert float(is_right[samples[0].loss_mask[2:]].float().mean()) > 0.9
 
 
+def test_a_gradient_of_it_that_is_not_finite_changes_no_weight(tmp_path, processes):
+    policy = make_policy(add_trainable_mtp_layer(make_glm4_moe_model(tmp_path / "model")), processes)
+    layers = unwrapped(policy.chunks[0]).mtp
+    before = [parameter.clone() for parameter in policy.chunks[0].parameters()]
+    layers.register_forward_hook(lambda module, given, output: output * float("nan"))
+    with pytest.raises(InputError, match=r"the policy's gradient is not finite: .* gradients \(mtp\.layers\.0\.\w+"):
+        policy.update([TokenBatch(pack(make_samples(4)))], SupervisedLoss())
+    for parameter, value in zip(policy.chunks[0].parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def test_engines_get_the_policy_without_it(tmp_path, processes):
+    plain = make_glm4_moe_model(tmp_path / "model")
+    names = HfCheckpoint(plain).names()
+    policy = make_policy(add_trainable_mtp_layer(plain), processes)
+    assert {name for bucket in policy.weights(1 << 20) for name, _ in bucket} == names
+
+
 @pytest.mark.parametrize(
-    ("make", "settings", "error"),
+    ("make", "error"),
     [
-        (make_qwen3_model, {}, "needs layers of multi-token prediction, which qwen3 has not; set it to false"),
-        (make_glm4_moe_model, {}, r"lacks model\.layers\.4\..* and \d+ more; set it to false, or give a model\.path"),
+        (make_qwen3_model, "needs layers of multi-token prediction, which qwen3 has not; set it to false"),
+        (make_glm4_moe_model, r"lacks model\.layers\.4\..* and \d+ more; set it to false, or give a model\.path"),
     ],
 )
-def test_models_without_the_layer_are_refused(tmp_path, processes, make, settings, error):
+def test_models_without_the_layer_are_refused(tmp_path, processes, make, error):
     model = make(tmp_path / "model")
     with pytest.raises(InputError, match=error):
-        make_policy(model, processes, **settings)
+        make_policy(model, processes)
