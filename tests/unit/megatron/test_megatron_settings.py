@@ -115,7 +115,7 @@ def settings(monkeypatch):
         monkeypatch.setattr(layers.importlib.util, "find_spec", lambda name: found.get(name) or None)
         architecture = dataclasses.replace(DENSE, **(arch or {}))
         stored = SimpleNamespace(arch=architecture, family=None, config=None, source=None)
-        monkeypatch.setattr(megatron_policy, "open_policy", lambda path: stored)
+        monkeypatch.setattr(megatron_policy, "open_policy", lambda path, trains_mtp=False: stored)
         monkeypatch.setattr(value_model, "open_value_model", lambda path: stored)
         made.models = {}
         config = SimpleNamespace(
