@@ -123,7 +123,7 @@ WHOLE_TABLE = {
     "parts": ("tp2",),
     "fused": ("tp2",),
     "latent": ("tp2_ep2",),
-    "stacked": ("dp2_overlap",),
+    "stacked": ("pp2", "cp2_from_pp2", "dp2_overlap"),
 }
 
 

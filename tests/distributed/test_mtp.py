@@ -33,11 +33,19 @@ LATENT = {
         "one": {"mtp": True, "save_after": 2},
         "one_from_one": {"mtp": True, "resume": "one", "save_after": 3},
         "without": {"save_after": 3},
-        "recompute": {"mtp": True, "compute": {"recompute": "full", "fused_output_layer": False}},
     },
     2: {
-        "cp2": {"mtp": True, "parallel": {"context": 2}, "compute": {"recompute": "selective"}},
-        "vpp2x2": {"mtp": True, "parallel": {"pipeline": 2, "virtual_pipeline": 2}, "save_after": 1},
+        "cp2_unfused": {
+            "mtp": True,
+            "parallel": {"context": 2},
+            "compute": {"recompute": "full", "fused_output_layer": False},
+        },
+        "vpp2x2": {
+            "mtp": True,
+            "parallel": {"pipeline": 2, "virtual_pipeline": 2},
+            "compute": {"recompute": "selective"},
+            "save_after": 1,
+        },
         "output_alone": {
             "mtp": True,
             "parallel": {"pipeline": 2, "pipeline_layout": [4, 0]},
