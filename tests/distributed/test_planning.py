@@ -123,6 +123,8 @@ WHOLE_TABLE = {
     "windowed", "sinks", "norms_behind", "norms_around", "experts", "shared_expert", "latent",
     "one_length_latent_recomputed", "critic", "tensor", "shared_key_normed", "interleaved", "pipeline",
     "data", "experts_spread", "critic_sequence", "critic_context", "mtp", "mtp_pipeline",
+    "norms_behind_sequence", "critic_tensor", "shared_expert_pipeline", "context_recomputed", "latent_lite_pipeline",
+    "interleaved_recomputed",
 }  # fmt: skip
 
 

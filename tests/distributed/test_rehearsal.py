@@ -65,7 +65,6 @@ CASES = {
     "tp2_recomputed": {"parallel": TP2, "compute.recompute": "full"},
     **{name: {"parallel": parallel, "has_experts": True} for name, parallel in SPREAD.items()},
     "tp2_pp2_lora_sent": {"parallel": {**TP2, "pipeline": 2}, "lora": {"rank": 4, "send": "adapters"}},
-    "tp2_ep2_latent": {"parallel": {**TP2, "expert": 2}, "kind": "latent"},
     "tp2_pp2_mtp": {
         "parallel": {**TP2, "pipeline": 2, "expert_tensor": 2},
         "kind": "mtp",
@@ -102,6 +101,7 @@ WHOLE_TABLE = {
     "vpp2x2_ep2": {"parallel": {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, "has_experts": True},
     "tp4_ep4": {"parallel": {"tensor": 4, "sequence": True, "expert": 4}, "has_experts": True},
     "cp2_latent": {"parallel": {"context": 2}, "kind": "latent"},
+    "tp2_ep2_latent": {"parallel": {**TP2, "expert": 2}, "kind": "latent"},
 }
 OF_EIGHT = {
     "tp2_pp2_dp2": {"parallel": {**TP2, "pipeline": 2}},
