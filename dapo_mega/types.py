@@ -414,7 +414,8 @@ stage those of the stage; or all processes of a stage get about equal numbers of
 
 
 Selection = Literal["merged", "base", "adapters", "whole"]
-"""What is sent of a policy with LoRA: its weights with the adapters in them; without; or A and B by peft's names."""
+"""What is sent of a policy with LoRA: its weights with the adapters in them; without; or A and B by peft's names. And
+`whole`: what is merged, and the layer of multi-token prediction if it learns, which engines do not get."""
 
 
 class WeightSource(Protocol):

@@ -6,7 +6,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -66,8 +66,9 @@ class LogprobComparison:
 
 
 def different_fields(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """The fields of `Architecture` that differ between the two config.json, one line with both values per field."""
-    fields, others = vars(left.arch), vars(right.arch)
+    """The fields of `Architecture` that differ between the two config.json, one line with both values per field. Which
+    tensors are trained is none of them."""
+    fields, others = (vars(replace(side.arch, trains_mtp=False)) for side in (left, right))
     return [f"{name}: {value} and {others[name]}" for name, value in fields.items() if value != others[name]]
 
 

@@ -160,11 +160,13 @@ class MegatronPolicy(TrainedModel, TokenScoring):
 
         def make_loss(batch: TokenBatch) -> Any:
             def loss(output: Any) -> tuple[Tensor, Tensor, Tensor]:
-                output, guessed = output if of_mtp else (output, output.new_zeros(1))
+                output, guessed = output if of_mtp else (output, None)
                 if scores is not None:
                     scores.append(TokenScores(*output.detach()[:2].unbind()))
                 term = objective.evaluate(TokenScores.of(output), batch)
                 sums = torch.stack([term.sums[name] for name in objective.sum_names])
+                if guessed is None:
+                    return term.total, term.denominator, sums
                 return term.total + guessed[0], term.denominator, torch.cat([sums, guessed[1:].detach()])
 
             return loss
@@ -191,9 +193,10 @@ class MegatronPolicy(TrainedModel, TokenScoring):
         self.finish_param_gather()
         first, last = unwrapped(self.chunks[0]), unwrapped(self.chunks[-1])
         own = first.embedding.word_embeddings.weight if first.pre_process else None
-        like = next(last.parameters(), torch.empty(0, dtype=self.config.params_dtype, device=self.processes.device))
         rows = self.arch.padded_vocab_size(self.processes.tensor_size) // self.processes.tensor_size
-        last.received_embedding = embedding_on_last_stage(own, (rows, self.arch.hidden_size), like)
+        last.received_embedding = embedding_on_last_stage(
+            own, (rows, self.arch.hidden_size), self.config.params_dtype, self.processes.device
+        )
 
 
 class WithoutAdapters:
@@ -217,11 +220,11 @@ def chosen_tokens(
     it `looks_ahead`, those in the loss are to be guessed a token before, too."""
     rows, top = batch.response_rows(), batch.targets.teacher_top_ids
     others = top[rows].long() if with_others and top.shape[1] else None
-    ahead, next_tokens = None, batch.targets.token_ids.long()
+    tokens, ahead = batch.targets.token_ids, None
     if looks_ahead:
         guessed = batch.second_weights.nonzero()[:, 0]
-        ahead = TokensAhead(next_tokens, guessed, batch.second_tokens[guessed], batch.second_weights[guessed])
-    return ChosenTokens(rows, next_tokens[rows], with_entropy, others, top_k, ahead)
+        ahead = TokensAhead(tokens.long(), guessed, batch.second_tokens[guessed], batch.second_weights[guessed])
+    return ChosenTokens(rows, tokens[rows].long(), with_entropy, others, top_k, ahead)
 
 
 def _stage_maker(arch: Architecture, temperature: float, compute: ComputeConfig) -> Callable[..., PolicyStage]:

@@ -163,9 +163,10 @@ class TrainedModel(MegatronModel):
             found: list[str] = [""] * dist.get_world_size(control)
             dist.all_gather_object(found, self._bad_gradients(), group=control)
             places = [f"in {text} of process {rank}" for rank, text in enumerate(found) if text]
+            apart = ", multi-token prediction left out" if self.arch.trains_mtp else ""
             skipped = f" after {self.max_skipped} skipped in a row" if self.max_skipped else ""
             raise InputError(
-                f"the {self.role}'s gradient is not finite{skipped}: its norm is {grad_norm:g}, "
+                f"the {self.role}'s gradient is not finite{skipped}: its norm is {grad_norm:g}{apart}, "
                 f"{places[0] if places else 'as the sum of its squares overflows'}; no weight has changed, and the "
                 f"norm of the weights is {self._norm_of_weights():.4g}. Look at {self.role}/grad_norm, and mismatch/ "
                 f"in RL, of the steps before; continue from the last checkpoint with --accept-changes and a lower "

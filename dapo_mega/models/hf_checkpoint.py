@@ -324,7 +324,8 @@ def check_source(source: TensorSource, family: ModelFamily, arch: Architecture) 
         additional -= _tied_copies(source, additional)
     problems = [f"lacks the tensors {_listed(missing)}"] if missing else []
     problems += [f"has the additional tensors {_listed(additional)}"] if additional else []
-    problems += _wrong_shapes(source, expected & present, arch)
+    copies = mtp_copies(present, arch) if arch.trains_mtp else {}
+    problems += _wrong_shapes(source, {name: name for name in expected & present} | copies, arch)
     if problems:
         raise InputError(
             f"{source.path} {'; '.join(problems)}: config.json and the weights are of different models, or files are "
@@ -387,12 +388,12 @@ def _check_dtypes(source: TensorSource, names: set[str]) -> None:
     )
 
 
-def _wrong_shapes(source: TensorSource, names: set[str], arch: Architecture) -> list[str]:
-    specs = {name: source.spec(name) for name in names}
+def _wrong_shapes(source: TensorSource, names: Mapping[str, str], arch: Architecture) -> list[str]:
+    """Of tensors, given with those whose shapes they are to have."""
     shapes = [
-        f"{name} {spec.shape} instead of {hf_shape(name, arch)}"
-        for name, spec in specs.items()
-        if spec.shape != hf_shape(name, arch)
+        f"{name} {found} instead of {expected}"
+        for name, like in names.items()
+        if (found := source.spec(name).shape) != (expected := hf_shape(like, arch))
     ]
     return [f"has the shapes {_listed(shapes)}"] if shapes else []
 

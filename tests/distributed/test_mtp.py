@@ -8,6 +8,8 @@ import torch
 from dapo_mega.checkpoints.hf_export import save_hf_checkpoint
 from dapo_mega.config import ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_mega.conversion.convert import open_checkpoint, reshard, to_hf
+from dapo_mega.conversion.merging import merge
+from dapo_mega.conversion.verification import different_fields, different_tensors
 from dapo_mega.megatron.megatron_policy import MegatronPolicy
 from dapo_mega.megatron.processes import start_processes
 from dapo_mega.models.hf_checkpoint import HfCheckpoint
@@ -130,6 +132,12 @@ def test_checkpoints_are_converted_with_what_was_trained(latent, folder):
         assert found.names() == expected.keys() | copies.keys()
         for name in found.names():
             assert torch.equal(found.tensor(name), expected[copies.get(name, name)]), name
+    run, exported = open_checkpoint(step, folder / "model"), open_checkpoint(folder / f"{step.name} back")
+    assert different_fields(run, exported) == different_tensors(run, exported) == []
+    merge([run, exported], [0.5, 0.5], folder / "merged", 1 << 20)
+    merged = HfCheckpoint(folder / "merged")
+    assert merged.names() == expected.keys() | copies.keys()
+    assert all(torch.equal(merged.tensor(name), tensor) for name, tensor in expected.items())
     to_hf(open_checkpoint(step), folder / "alone", 1 << 20)
     assert HfCheckpoint(folder / "alone").names() == expected.keys()
 

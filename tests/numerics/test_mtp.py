@@ -3,6 +3,7 @@ exported drafts there."""
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpLayer, MtpModel
 
@@ -175,9 +176,18 @@ def test_engines_get_the_policy_without_it(tmp_path, processes):
     assert {name for bucket in policy.weights(1 << 20) for name, _ in bucket} == names
 
 
+def with_a_copy_of_another_shape(folder):
+    model = add_trainable_mtp_layer(make_glm4_moe_model(folder))
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.4.embed_tokens.weight"] = torch.zeros(3, 3)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "error"),
     [
+        (with_a_copy_of_another_shape, r"has the shapes model\.layers\.4\.embed_tokens\.weight \(3, 3\) instead of"),
         (make_qwen3_model, "needs layers of multi-token prediction, which qwen3 has not; set it to false"),
         (make_glm4_moe_model, r"lacks model\.layers\.4\..* and \d+ more; set it to false, or give a model\.path"),
     ],

@@ -81,16 +81,18 @@ def embed(tokens: Tensor, weight: Tensor, group: dist.ProcessGroup, *, sequence_
         return found[:, None]
 
 
-def embedding_on_last_stage(own: Tensor | None, shape: tuple[int, int], like: Tensor) -> Tensor | None:
-    """Sends the first stage's embedding `own` to the last, which returns it, of this `shape` and the dtype and device
-    of `like`. Collective over both."""
+def embedding_on_last_stage(
+    own: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Sends the first stage's embedding `own`, of this shape and dtype, to the last, which returns it. Collective over
+    both."""
     group = pipeline_group()
     ranks = dist.get_process_group_ranks(group)
     if group.rank() == 0:
         assert own is not None
         dist.send(own.detach(), ranks[-1], group=group)
     elif group.rank() == group.size() - 1:
-        received = like.new_empty(shape)
+        received = torch.empty(shape, dtype=dtype, device=device)
         dist.recv(received, ranks[0], group=group)
         return received
     return None
