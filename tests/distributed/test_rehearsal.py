@@ -62,7 +62,6 @@ OVERLAPS = {"compute.overlap_grad_reduce": True, "compute.overlap_param_gather":
 CASES = {
     **{name: {"parallel": parallel} for name, parallel in LAYOUTS.items()},
     "pp4_without_overlap": {"parallel": {"pipeline": 4}, "without_overlap": True},
-    "tp2_recomputed": {"parallel": TP2, "compute.recompute": "full"},
     **{name: {"parallel": parallel, "has_experts": True} for name, parallel in SPREAD.items()},
     "tp2_pp2_lora_sent": {"parallel": {**TP2, "pipeline": 2}, "lora": {"rank": 4, "send": "adapters"}},
     "tp2_pp2_mtp": {
@@ -87,6 +86,7 @@ WHOLE_TABLE = {
     "pp2_ep2": {"parallel": {"pipeline": 2, "expert": 2}, "has_experts": True},
     "pp2_embedding_alone": {"parallel": {"pipeline": 2, "pipeline_layout": [0, 4]}},
     "vpp2x2_ends_alone": {"parallel": {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": [0, 3, 1, 0]}},
+    "tp2_recomputed": {"parallel": TP2, "compute.recompute": "full"},
     "tp2_unfused": {"parallel": TP2, "compute.fused_output_layer": False},
     "tp2_selective": {
         "parallel": TP2,
