@@ -182,13 +182,14 @@ def together(roles: Roles, work: Callable[[int, Exchange], T]) -> dict[int, T]:
             processes[rank] = process
         return _Switchboard[T](roles, connections, processes).run()
     finally:
-        kept.clear()
-        gc.unfreeze()
         for connection in connections.values():
             connection.close()
         for process in processes.values():
             process.kill()  # It has ended, unless another one has failed.
             process.join()
+        # Not before: as long as a fork lives, each page that this touches is copied.
+        kept.clear()
+        gc.unfreeze()
 
 
 def _play(

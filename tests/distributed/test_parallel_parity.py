@@ -222,10 +222,11 @@ def assert_learns_the_same(got, expected, bound=1e-5):
     for name, parameter in expected["after"].items():
         assert relative_error({name: got["after"][name]}, {name: parameter}) < bound, name
     # Weights change by a thousandth of themselves or less; what is compared here is the change.
-    assert relative_error(learnt(got), learnt(expected)) < bound
-    for name, change in learnt(expected).items():
+    mine, theirs = learnt(got), learnt(expected)
+    assert relative_error(mine, theirs) < bound
+    for name, change in theirs.items():
         # Single tensors whose weights are large beside their change show the weights' rounding.
-        assert relative_error({name: learnt(got)[name]}, {name: change}) < max(1e-3, bound), name
+        assert relative_error({name: mine[name]}, {name: change}) < max(1e-3, bound), name
 
 
 FP32_DENSE = [name for cases in DENSE.values() for name in cases if "bf16" not in name and name != "one"]

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo  # Else each rank imports it when it makes its first tensor.
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
 
