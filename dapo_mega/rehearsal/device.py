@@ -305,13 +305,16 @@ def _known_result(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) 
     if not tensors and func._overloadpacket in _WITHOUT_VALUES:
         return None
 
-    def to_host(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return known_of(leaf)
-        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+    return func(*map(_on_host, args), **{name: _on_host(value) for name, value in kwargs.items()})
 
-    args, kwargs = torch.utils._pytree.tree_map(to_host, (args, kwargs))
-    return func(*args, **kwargs)
+
+def _on_host(value: Any) -> Any:
+    """An argument of an operation, for the values that are known."""
+    if isinstance(value, Tensor):
+        return known_of(value)
+    if isinstance(value, list | tuple):
+        return list(map(_on_host, value))
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def even_choice(shape: Sequence[int], number: int) -> Tensor:

@@ -64,7 +64,7 @@ OTHERS = {"glm4_moe, tied": (partial(make_glm4_moe_model, tie_word_embeddings=Tr
 if has_delta():
     CUT = {"tp2": {"mtp": True, "parallel": SP}, "cp2": {"mtp": True, "parallel": {"context": 2}}}
     OTHERS["qwen3_5"] = make_qwen3_5_model, {**PP2, **CUT}
-WHOLE_TABLE = ("dp2_overlap", "pp2_ep2_from_tp2_ep2")
+WHOLE_TABLE = ("dp2_overlap", "output_alone", "pp2_ep2_from_tp2_ep2")
 LAYOUTS = [name for table in LATENT.values() for name in table if not name.startswith(("one", "without"))]
 
 

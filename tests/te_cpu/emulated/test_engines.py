@@ -67,13 +67,13 @@ def believing(transport):
 
 
 @pytest.fixture(scope="module")
-def tuned(engine, tmp_path_factory):
+def tuned(engine, tmp_path_factory, pytestconfig):
     """Scaling of FP8 -> the folder of a supervised run from the engine's model."""
     # A prompt does not tell its digit, so the policy asks for the wanted one often enough from the start.
     rows = {"prompt": [f"{i}?" for i in range(200)] * 10, "response": [str(i // 200) for i in range(2000)]}
     folder = tmp_path_factory.mktemp("tuned")
     pq.write_table(pa.table(rows), folder / "demonstrations.parquet")
-    for scaling in ("none", "blockwise"):
+    for scaling in ("none", "blockwise") if pytestconfig.getoption("whole_table") else ("none",):
         values = {
             "output_dir": str(folder / scaling),
             "num_steps": 30,
@@ -88,7 +88,8 @@ def tuned(engine, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("scaling", ["none", "blockwise"])
+# With reward the gate has a policy in FP8 learn, below.
+@pytest.mark.parametrize("scaling", ["none", pytest.param("blockwise", marks=pytest.mark.whole_table)])
 def test_supervised_training_learns_what_can_be_known(tuned, scaling):
     losses = [record["policy/loss"] for record in read_metrics(tuned / scaling / "metrics.jsonl")]
     assert losses[0] > 5.0  # Of 200 tokens, before the first update.
