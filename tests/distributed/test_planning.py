@@ -124,7 +124,8 @@ WHOLE_TABLE = {
     "one_length_latent_recomputed", "critic", "tensor", "shared_key_normed", "interleaved", "pipeline",
     "data", "experts_spread", "critic_sequence", "critic_context", "mtp", "mtp_pipeline",
     "norms_behind_sequence", "critic_tensor", "shared_expert_pipeline", "context_recomputed", "latent_lite_pipeline",
-    "interleaved_recomputed",
+    "interleaved_recomputed", "one_length_latent_lite_recomputed", "critic_bf16", "context_sinks", "experts_cut",
+    "shared_key_recomputed", "experts_spread_sequence",
 }  # fmt: skip
 
 
