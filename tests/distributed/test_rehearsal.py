@@ -41,13 +41,13 @@ TP2 = {"tensor": 2, "sequence": True}
 # What remains of four processes is data parallel.
 LAYOUTS = {
     "dp4": {},
-    "tp2": {"tensor": 2},
     "tp4_two_processes_to_a_key_head": {"tensor": 4, "sequence": True},
     "tp2_vpp2x2": {**TP2, "pipeline": 2, "virtual_pipeline": 2},
     "cp2_pp2": {"context": 2, "pipeline": 2},
 }
 # The table above has each of these in a combination.
 SINGLE = {
+    "tp2": {"tensor": 2},
     "tp2_cp2": {**TP2, "context": 2},
     "tp2_sequence": TP2,
     "pp2": {"pipeline": 2},
@@ -55,15 +55,11 @@ SINGLE = {
     "cp2": {"context": 2},
     "pp4": {"pipeline": 4},
 }
-SPREAD = {
-    "tp2_ep4": {**TP2, "expert": 4},
-    "tp2_ep2_etp2": {**TP2, "expert": 2, "expert_tensor": 2},
-}
 OVERLAPS = {"compute.overlap_grad_reduce": True, "compute.overlap_param_gather": True}
 CASES = {
     **{name: {"parallel": parallel} for name, parallel in LAYOUTS.items()},
     "pp4_without_overlap": {"parallel": {"pipeline": 4}, "without_overlap": True},
-    **{name: {"parallel": parallel, "has_experts": True} for name, parallel in SPREAD.items()},
+    "tp2_ep2_etp2": {"parallel": {**TP2, "expert": 2, "expert_tensor": 2}, "has_experts": True},
     "tp2_pp2_lora_sent": {"parallel": {**TP2, "pipeline": 2}, "lora": {"rank": 4, "send": "adapters"}},
     "tp2_pp2_mtp": {
         "parallel": {**TP2, "pipeline": 2, "expert_tensor": 2},
@@ -82,6 +78,7 @@ CASES = {
 # The rest of the parity table's kinds, and its largest world.
 WHOLE_TABLE = {
     **{name: {"parallel": parallel} for name, parallel in SINGLE.items()},
+    "tp2_ep4": {"parallel": {**TP2, "expert": 4}, "has_experts": True},
     "ep2": {"parallel": {"expert": 2}, "has_experts": True},
     "ep2_lora": {"parallel": {"expert": 2}, "lora": {"rank": 4}, "has_experts": True},
     "pp2_ep2": {"parallel": {"pipeline": 2, "expert": 2}, "has_experts": True},

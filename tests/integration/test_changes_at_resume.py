@@ -364,10 +364,10 @@ class Resumes:
             self.outputs[overrides, file] = output
         return self.outputs[overrides, file]
 
-    def resumed(self, overrides, file=None, *, has_step=True, until=None):
-        """What is seen of a run that continues: its settings in use, its prompts, an evaluation, the next step; no more
-        than `until` the part that shows this."""
-        seen, run = {"error": ""}, None
+    def resumed(self, overrides, file=None, *, has_step=True, until=()):
+        """What is seen of a run that continues: its settings in use, its prompts, the next step, an evaluation; no more
+        than `until` the part that shows the last of these."""
+        seen, run, parts = {"error": ""}, None, set()
         with heard() as seen["warnings"]:
             try:
                 config = self.config(overrides, file)
@@ -375,7 +375,8 @@ class Resumes:
                 loop.restore(run, run.trainer.load(run.trainer.store.latest()))
                 for part in chain([beginning(run)], step(run) if has_step else []):
                     seen |= part
-                    if until in part:
+                    parts |= part.keys()
+                    if until and parts.issuperset(until):
                         break
             except (InputError, FleetError, StarvedError) as error:
                 seen["error"] = str(error)
@@ -437,7 +438,7 @@ def records_samples(run):
 
 
 def step(run):
-    """Sends the weights, evaluates, and makes a step: what is seen of each part, under names of its own."""
+    """Sends the weights, makes a step and evaluates: what is seen of each part, under names of its own."""
     buckets, rows = [], []
     with pytest.MonkeyPatch.context() as patch:
         policy, make_batch = run.trainer.policy, engine.RowBatch
@@ -445,7 +446,7 @@ def step(run):
         patch.setattr(policy, "weights", lambda size: (buckets.append(1) or bucket for bucket in weights(size)))
         patch.setattr(engine, "RowBatch", lambda *given: rows.append(given[3]) or make_batch(*given))
         loop.send_weights(run)
-        yield {"buckets": len(buckets), **loop.evaluate(run)}
+        yield {"buckets": len(buckets)}
         groups, collected = loop.collect(run)
     yield {**collected, "most_rows": max(rows), "asked": [group.prompt.index for group in groups]}
     stats = run.trainer.take(samples_of_groups(groups, run.config, run.step))
@@ -461,6 +462,7 @@ def step(run):
     loop.adapt_entropy_bonus(run.entropy, run.config, seen)
     seen["next_entropy_bonus"] = run.entropy.current()
     yield {**seen, "weights": [float(t.double().sum()) for bucket in policy.weights(1 << 24) for _, t in bucket]}
+    yield loop.evaluate(run)
 
 
 @pytest.fixture(scope="module")
@@ -485,9 +487,9 @@ def test_each_changed_key_changes_the_rest_of_the_run(resumes):
     lost = []
     for context, changes in CHANGES.items():
         settings = (*context, resumes.saved(context))
-        before = resumes.resumed(settings)
+        before = resumes.resumed(settings, until={name for _, name in changes.values()})
         for key, (value, name) in changes.items():
-            after = resumes.resumed((*settings, assigned(key, value)), until=name)
+            after = resumes.resumed((*settings, assigned(key, value)), until={name})
             if before.get(name) == after.get(name) or (after["error"] and name != "error"):
                 lost.append((key, name, before["error"], after["error"]))
     assert not lost, "\n".join(map(str, lost))

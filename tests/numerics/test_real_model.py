@@ -21,7 +21,7 @@ from tests.integration.sglang_servers import call, serving_engines, sglang_pytho
 
 MODEL = os.environ.get("DAPO_MEGA_REAL_MODEL", "")
 pytestmark = pytest.mark.skipif(not MODEL, reason="set DAPO_MEGA_REAL_MODEL to what tools/make_real_model.py has made")
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 NUM_STOPPED = 12
 """Prompts that are answered again with texts that end a response, which half of the answers have."""
 NUM_SCORED = 20
