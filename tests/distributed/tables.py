@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+T = TypeVar("T")
 Table = Mapping[int, Mapping[str, Any]]
 
 
@@ -15,6 +16,11 @@ def run_now(table: Table, whole_table: Collection[str], config: pytest.Config) -
     left_out = () if config.getoption("whole_table") else whole_table
     kept = {size: {name: case for name, case in cases.items() if name not in left_out} for size, cases in table.items()}
     return {size: cases for size, cases in kept.items() if cases}
+
+
+def every_third(items: Iterable[T], config: pytest.Config) -> list[T]:
+    """All of them with --whole-table; else every third, from the first on."""
+    return list(items)[:: 1 if config.getoption("whole_table") else 3]
 
 
 def marked(names: Iterable[str], whole_table: Collection[str]) -> list[Any]:

@@ -68,7 +68,8 @@ LAYOUTS = {
     "tp2_pp2_ep2": Case(4, {**TP2, "pipeline": 2, "expert": 2}, MIXTURES),
     "tp2_pp2_ep2_bf16": Case(4, {**TP2, "pipeline": 2, "expert": 2}, some_of(MIXTURES, LEARNERS), "bf16"),
 }
-WHOLE_TABLE = {"tp2_sp", "pp2", "ep2"}  # Those with 4 processes have them together.
+# Those with 4 processes have the first three together; bf16 is shown by one process, and by test_parallel_parity.py.
+WHOLE_TABLE = {"tp2_sp", "pp2", "ep2", "tp2_pp2_bf16", "tp2_pp2_ep2_bf16"}
 PAIRS = [(layout, model) for layout, case in LAYOUTS.items() for model in case.models]
 IN_FLOAT32 = [(layout, model) for layout, model in PAIRS if LAYOUTS[layout].dtype == "fp32" and layout != "one"]
 LEARNING = [(layout, model) for layout, model in IN_FLOAT32 if model in LEARNERS]

@@ -69,7 +69,7 @@ EXPERTS = {
 }
 
 # What the gate has in a combination.
-WHOLE_TABLE = {"tp2", "tp2_sp", "pp2", "cp2", "dp2_overlap", "tp2_pp2_dp2"}
+WHOLE_TABLE = {"tp2", "tp2_sp", "pp2", "cp2", "dp2_overlap", "tp2_pp2_dp2", "tp2_vpp2x2_cp2_overlap"}
 
 
 def run_cases(cases, model, checkpoints):

@@ -20,6 +20,7 @@ from dapo_mega.training.build import build_run
 from dapo_mega.training.evaluating import begin_beside
 from dapo_mega.training.run import close
 from tests.distributed.launching import free_port
+from tests.distributed.tables import every_third
 from tools.scripted_engine import ScriptedEngine
 
 from .test_changes_at_resume import Resumes, assigned, heard
@@ -193,12 +194,12 @@ CHANGES = {
 }
 
 
-def test_each_changed_key_of_a_fleet_changes_what_follows(fleet, monkeypatch):
+def test_each_changed_key_of_a_fleet_changes_what_follows(fleet, monkeypatch, pytestconfig):
     monkeypatch.setenv("DAPO_MEGA_API_KEY", KEYS[0])
     monkeypatch.setenv("ANOTHER_KEY", KEYS[1])
     lost, befores = [], {}
     engines = fleet[1]
-    for key, (value, name, context, prepare) in CHANGES.items():
+    for key, (value, name, context, prepare) in every_third(CHANGES.items(), pytestconfig):
         places = {"{first}": engines.both[0].url, "{address}": f"127.0.0.1:{free_port()}"}
         context = [override.replace("{three}", urls(engines.all)) for override in context]
         if (*context, prepare) not in befores:
