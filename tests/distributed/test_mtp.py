@@ -63,7 +63,7 @@ PP2 = {"pp2": {"mtp": True, "parallel": {"pipeline": 2}}}
 OTHERS = {"glm4_moe, tied": (partial(make_glm4_moe_model, tie_word_embeddings=True), PP2)}
 if has_delta():
     CUT = {"tp2": {"mtp": True, "parallel": SP}, "cp2": {"mtp": True, "parallel": {"context": 2}}}
-    OTHERS["qwen3_5"] = make_qwen3_5_model, {**PP2, **CUT}
+    OTHERS["qwen3_5"] = make_qwen3_5_model, CUT
 WHOLE_TABLE = ("dp2_overlap", "output_alone", "pp2_ep2_from_tp2_ep2")
 LAYOUTS = [name for table in LATENT.values() for name in table if not name.startswith(("one", "without"))]
 

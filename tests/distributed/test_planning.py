@@ -125,7 +125,9 @@ WHOLE_TABLE = {
     "data", "experts_spread", "critic_sequence", "critic_context", "mtp", "mtp_pipeline",
     "norms_behind_sequence", "critic_tensor", "shared_expert_pipeline", "context_recomputed", "latent_lite_pipeline",
     "interleaved_recomputed", "one_length_latent_lite_recomputed", "critic_bf16", "context_sinks", "experts_cut",
-    "shared_key_recomputed", "experts_spread_sequence",
+    "shared_key_recomputed", "experts_spread_sequence", "tied", "one_bf16", "one_length_sinks",
+    "norms_behind_recomputed", "shared_expert_recomputed", "one_length_latent", "one_length_latent_lite", "hybrid",
+    "norms_around_sequence", "latent_context", "critic_pipeline",
 }  # fmt: skip
 
 

@@ -58,7 +58,6 @@ SINGLE = {
 OVERLAPS = {"compute.overlap_grad_reduce": True, "compute.overlap_param_gather": True}
 CASES = {
     **{name: {"parallel": parallel} for name, parallel in LAYOUTS.items()},
-    "pp4_without_overlap": {"parallel": {"pipeline": 4}, "without_overlap": True},
     "tp2_ep2_etp2": {"parallel": {**TP2, "expert": 2, "expert_tensor": 2}, "has_experts": True},
     "tp2_pp2_lora_sent": {"parallel": {**TP2, "pipeline": 2}, "lora": {"rank": 4, "send": "adapters"}},
     "tp2_pp2_mtp": {
@@ -69,6 +68,7 @@ CASES = {
     **({"tp2_delta": {"parallel": TP2, "kind": "delta"}} if has_delta() else {}),
     "tp2_pp2_distilled_with_kl": {
         "parallel": {**TP2, "pipeline": 2},
+        "without_overlap": True,
         "distillation.top_k": 3,
         "distillation.reward_weight": 1.0,
         "algorithm.kl.coefficient": 0.1,
@@ -78,6 +78,7 @@ CASES = {
 # The rest of the parity table's kinds, and its largest world.
 WHOLE_TABLE = {
     **{name: {"parallel": parallel} for name, parallel in SINGLE.items()},
+    "pp4_without_overlap": {"parallel": {"pipeline": 4}, "without_overlap": True},
     "tp2_ep4": {"parallel": {**TP2, "expert": 4}, "has_experts": True},
     "ep2": {"parallel": {"expert": 2}, "has_experts": True},
     "ep2_lora": {"parallel": {"expert": 2}, "lora": {"rank": 4}, "has_experts": True},

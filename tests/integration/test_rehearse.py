@@ -52,6 +52,8 @@ def short_part(config: RunConfig, world_size: int) -> RunConfig:
 SMALLER = {
     "qwen2.5-32b-dapo-128gpu-colocated": ["parallel={pipeline: 1, virtual_pipeline: 1, context: 4, world_size: 64}"]
 }
+# Replicas alone, which the one for two nodes has beside tensor parallelism.
+IN_WHOLE_TABLE = {"gsm8k-qwen2.5-0.5b-8gpu": pytest.mark.whole_table}
 ADAPTERS = ["lora={rank: 32}", "parallel.world_size=2"]
 CUT_EXPERTS = ["parallel={tensor: 2, sequence: true, expert: 2, expert_tensor: 2, world_size: 4}"]
 CRITIC = ["algorithm.advantage=gae", "algorithm.kl.coefficient=0.1", "algorithm.kl.placement=reward"]
@@ -65,7 +67,7 @@ LATENT = {
 @pytest.mark.parametrize(
     ("file", "overrides", "sizes"),
     [
-        *(pytest.param(file, [], {}, id=file.stem) for file in FILES),
+        *(pytest.param(file, [], {}, id=file.stem, marks=IN_WHOLE_TABLE.get(file.stem, ())) for file in FILES),
         pytest.param(CONFIGS / "math-qwen2.5-7b-2nodes.yaml", ADAPTERS, {}, id="adapters"),
         pytest.param(CONFIGS / "gsm8k-qwen2.5-0.5b-1gpu.yaml", CRITIC, {}, id="critic and reference"),
         pytest.param(
