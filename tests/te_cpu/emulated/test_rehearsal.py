@@ -161,6 +161,7 @@ IN_WHOLE_TABLE = {
     "cut experts",
     "experts again",
     "a layer again",
+    "virtual stages",
     *BIASED,
     "delta rule",
 } - {"biased experts again"}
